@@ -10,6 +10,7 @@ import numpy as np
 
 from outrider.engines.arrays import Floats
 from outrider.runtime.drafters import companions
+from outrider.runtime.drafters.base import Reading
 from outrider.runtime.policy.adaptive import AdaptivePolicy
 from outrider.runtime.policy.choice import PLAIN, Choice
 from outrider.runtime.policy.early_stop import EarlyStop
@@ -150,6 +151,11 @@ class RandomPolicy(AdaptivePolicy):
         return self._random.choice(
             [PLAIN, *(Choice(name, k) for name in (*self.names, *companions()) if name in names for k in sizes)]
         )
+
+    def reading(self, choice: Choice, sequence: SequenceView) -> Reading | None:
+        current, *others = sequence.offers[choice.drafter].readings
+        begins = current.pending or self._random.random() < 0.2
+        return self._random.choice([current, *others]) if others and begins else current
 
     def early_stop(self, choice: Choice, sequence: SequenceView) -> EarlyStop | None:
         if not self.may_stop:

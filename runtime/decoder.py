@@ -82,11 +82,10 @@ class Decoder:
         """
         batched = len(requests) > 1
         active = [self._active(request, names, batched) for request in requests]
-        views = [each.view for each in active]
         indexes = [each.slot.index for each in active]
         first = min(indexes)
         used = self.slots.between(first, max(indexes))
-        choice, counts = self._plan(policy, active, used, most)
+        choice, counts, views = self._plan(policy, active, used, most)
         lanes = self._lanes(choice, active, used, counts)
         stop = policy.early_stop(choice, views[0]) if len(views) == 1 and choice.drafter in self._on_device else None
         self.slots.synchronize()  # earlier launches must not count towards the time of this round
@@ -138,44 +137,50 @@ class Decoder:
             if not drafter.can_draft(len(tokens), batched):
                 continue
             if name in self._on_device:
-                offers[name] = Offer(drafter.pending(index, tokens), None)
+                offers[name] = Offer(drafter.readings(index, tokens), None)
             elif (proposal := drafter.propose(context, self._k[-1])) is not None:
                 if grammar is not None:
                     proposal = proposal._replace(tokens=proposal.tokens[: grammar.valid(proposal.tokens)])
                 if proposal.tokens:
-                    offers[name] = Offer(drafter.pending(index, tokens), proposal)
+                    offers[name] = Offer(drafter.readings(index, tokens), proposal)
         return offers
 
     def _plan(
         self, policy: Policy, active: Sequence[Active], used: Sequence[Slot], most: int | None
-    ) -> tuple[Choice, list[int]]:
-        """Let the drafter catch up. Return the choice with the smallest sufficient k, and each request's number of drafts.
+    ) -> tuple[Choice, list[int], list[SequenceView]]:
+        """Let the drafter catch up. Return the choice with the smallest sufficient k, each request's number of drafts, and what
+        is true of the requests now.
 
         A drafter reads a prompt after the first token of the answer, and in each round for one request.
         """
-        choice = policy.choose([each.view for each in active])
+        views = [each.view for each in active]
+        choice = policy.choose(views)
         if not choice.k:
-            return PLAIN, [0] * len(active)
+            return PLAIN, [0] * len(active), views
         room = self.target.capacity - max([slot.cached + 1 for slot in used])  # rows that fit after the last confirmed token's
         built = [size for size in self._k if size <= min(choice.k, room)]
         left = max([each.view.remaining for each in active]) - 1
         limit = next((size for size in built if size >= left), built[-1])
         counts, read = [], False
-        for request, slot, view in active:
+        for index, (request, slot, view) in enumerate(active):
             count, offer = min(limit, view.remaining - 1), view.offers.get(self._drafting(choice, view))
             if offer is None:
                 count = 0
             elif offer.proposal is not None:
                 count = min(count, len(offer.proposal.tokens))
-            if count and offer is not None and offer.pending:
-                ready = False
-                if view.emitted and not read and policy.worth_catching_up(choice, view):
-                    drafter = self.drafters[choice.drafter]
-                    self.slots.catch_up(slot, drafter, most)
-                    read, ready = True, not drafter.pending(slot.index, request.tokens)
-                count = count if ready else 0
+            if count and offer is not None and offer.proposal is None:
+                reading = policy.reading(choice, view)
+                behind = reading is None or reading.pending > 0 or reading.window != offer.window
+                if behind and reading is not None and view.emitted and not read:
+                    drafter, read = self.drafters[choice.drafter], True
+                    self.slots.catch_up(slot, drafter, reading.window, most)
+                    offer = Offer(drafter.readings(slot.index, request.tokens), None)
+                    views[index] = view._replace(offers={**view.offers, choice.drafter: offer})
+                    behind = offer.readings[0].pending > 0
+                count = 0 if behind else count
             counts.append(count)
-        return (Choice(choice.drafter, self._size(max(counts))), counts) if any(counts) else (PLAIN, counts)
+        chosen = Choice(choice.drafter, self._size(max(counts))) if any(counts) else PLAIN
+        return chosen, counts, views
 
     def _drafting(self, choice: Choice, view: SequenceView) -> str:
         """Return the drafter of a sequence in a round."""

@@ -71,7 +71,7 @@ class LoadedBundle:
 
     def _assemble(self, policy: Policy, observer: Observer | None) -> None:
         target, device, build = self.sessions["target"], self.engines.device, self.build
-        resources = Resources(self.sessions, target.batch, build.max_prompt_chunk, build.k, self.memory)
+        resources = Resources(self.sessions, target.batch, build.max_prompt_chunk, build.k, self.memory, windowed=True)
         loaded = {name: drafters.get(name)(resources) for name in (*drafters.companions(), *self.drafters)}
         on_device = [drafter for drafter in loaded.values() if isinstance(drafter, DeviceDrafter)]
         launches = Launches(device, target, self.samplers, on_device, build.k[-1])

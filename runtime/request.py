@@ -53,7 +53,7 @@ class Request:
         self.sampling = sampling
         self.tokens = list(prompt)  # the confirmed ones: prompt and answer
         self.stats = Stats(prompt_tokens=len(prompt))
-        self.acceptance: dict[str, Acceptance] = {}  # estimates by drafter
+        self.acceptance: dict[tuple[str, int], Acceptance] = {}  # estimates by drafter and window
         self.lengths = AnswerLengths()  # of the owner's answers
         self.owner: Hashable = None  # whose share of the slots and of the queue it takes
         self.priority = 0  # among the owner's requests; the lowest is served first

@@ -136,12 +136,12 @@ class Slots:
             request.stats.cached_tokens += copied
             request.stats.copied_tokens += copied
 
-    def catch_up(self, slot: Slot, drafter: Drafter, most: int | None) -> None:
-        """Let a drafter process a text, or at most `most` tokens of it. Prefixes are copied from other slots."""
+    def catch_up(self, slot: Slot, drafter: Drafter, window: int, most: int | None) -> None:
+        """Let a drafter read a text with this window, at most `most` tokens of it. Prefixes are copied from other slots."""
         for other in self._slots:
             if other is not slot and other.finite and (shared := other.shared(slot.tokens, slot.owner)) >= MIN_SHARED:
                 drafter.copy(other.index, slot.index, shared)
-        drafter.catch_up(slot.index, slot.tokens, most)
+        drafter.catch_up(slot.index, slot.tokens, most, window)
         self.launched = True
 
     def release(self, slot: Slot) -> None:

@@ -43,6 +43,13 @@ class Proposal(NamedTuple):
     evidence: Hashable  # proposals with equal evidence should be accepted equally often
 
 
+class Reading(NamedTuple):
+    """How much of a text a drafter has read when it drafts."""
+
+    window: int  # how many of the last tokens it began with; 0 is all
+    pending: int  # confirmed tokens that it must process first
+
+
 class Resources(NamedTuple):
     """The parts of a loaded bundle that drafters use."""
 
@@ -51,6 +58,7 @@ class Resources(NamedTuple):
     max_prompt_chunk: int  # tokens of the longest prefill pass
     k: Sequence[int]  # the built numbers of drafted tokens
     memory: Memory | None = None  # of earlier requests
+    windowed: bool = False  # whether a drafter may read only the end of a text
 
 
 class Drafter(ABC):
@@ -66,6 +74,7 @@ class Drafter(ABC):
     one_pass: ClassVar[bool] = False  # whether one pass drafts all tokens of a round; fewer may be verified
     prior: ClassVar[float] = 0.5  # acceptance rate to assume at first, 0..1
     engines: ClassVar[tuple[str, ...]] = ()  # engines that only this drafter runs
+    windows: ClassVar[tuple[int, ...]] = ()  # numbers of last tokens that it may read in place of a whole text
 
     def __init__(self, resources: Resources):  # noqa: B027
         """Set up empty slots."""
@@ -100,8 +109,12 @@ class Drafter(ABC):
         """Return the number of confirmed tokens that the drafter must process before it can draft."""
         return 0
 
-    def catch_up(self, slot: int, tokens: list[int], most: int | None = None) -> None:  # noqa: B027
-        """Process the pending tokens, or at most `most` of them."""
+    def readings(self, slot: int, tokens: list[int]) -> list[Reading]:
+        """Return what the drafter can read before it drafts. The first reading continues what its cache holds."""
+        return [Reading(0, self.pending(slot, tokens))]
+
+    def catch_up(self, slot: int, tokens: list[int], most: int | None = None, window: int = 0) -> None:  # noqa: B027
+        """Process the pending tokens of a reading with this window, or at most `most` of them."""
 
     def commit(self, slot: int, tokens: list[int], drafted: list[int]) -> None:  # noqa: B027
         """Note the tokens that a round drafted after the confirmed `tokens`. `tokens` lacks the accepted ones."""

@@ -10,13 +10,19 @@ import numpy as np
 
 from outrider.bundle.manifest import Manifest
 from outrider.engines.samplers import DRAFT_SAMPLERS
-from outrider.runtime.drafters.base import DeviceDrafter, Resources
+from outrider.runtime.drafters.base import DeviceDrafter, Reading, Resources
 from outrider.runtime.policy.costs import Costs
 from outrider.runtime.rounds.sampling import top_probability
 
+WINDOWS: tuple[int, ...] = (64, 128, 256)  # of models that read tokens alone
+
 
 class CachedDrafter(DeviceDrafter):
-    """A drafter whose model has a KV cache. Entry i belongs to the confirmed token i + `shift`."""
+    """A drafter whose model has a KV cache. Entry i belongs to the confirmed token i + `shift` + a slot's offset.
+
+    A slot whose model has read only the end of a text has an offset. Positions begin at the offset, too: a pass attends to all
+    entries before its position, so that the tokens left out must not have any. A longer window is therefore read anew.
+    """
 
     role: ClassVar[str]  # of the model
     shift: ClassVar[int] = 0
@@ -28,7 +34,10 @@ class CachedDrafter(DeviceDrafter):
         # By slot: the token of each cache entry, confirmed or drafted, and how many entries are known to be confirmed.
         self._written: list[list[int]] = [[] for _ in range(resources.slots)]
         self._agreed = [0] * resources.slots
+        self._offsets = [0] * resources.slots
+        self._windows = [0] * resources.slots  # the windows that slots began with; 0 is all
         self._contexts = self.contexts(resources.k)
+        self._usable = [each for each in self.windows if each > self._contexts[-1]] if resources.windowed else []
 
     @classmethod
     def available(cls, manifest: Manifest) -> bool:
@@ -56,29 +65,63 @@ class CachedDrafter(DeviceDrafter):
         """Return the token of each entry of a slot's cache, confirmed or drafted."""
         return self._written[slot]
 
+    def offset(self, slot: int) -> int:
+        """Return how many tokens of its text a slot's cache leaves out at the beginning."""
+        return self._offsets[slot]
+
     def truncate(self, slot: int, length: int) -> None:
-        self._keep(slot, max(length - self.shift, 0))
+        if not self._has_context(slot, length):
+            self._begin(slot)
+        self._keep(slot, max(self._entries(slot, length), 0))
+
+    def _entries(self, slot: int, length: int) -> int:
+        """Return the number of entries that a text of `length` tokens has in a slot's cache."""
+        return length - self.shift - self._offsets[slot]
+
+    def _has_context(self, slot: int, length: int) -> bool:
+        """Return whether a round's context would not begin before a slot's offset."""
+        return not self._offsets[slot] or self._entries(slot, length) >= self._contexts[-1]
+
+    def _begin(self, slot: int, offset: int = 0, window: int = 0) -> None:
+        """Forget what a slot's cache holds. Its next entries begin at `offset`."""
+        self._keep(slot, 0)
+        self._offsets[slot], self._windows[slot] = offset, window
 
     def _keep(self, slot: int, entries: int) -> None:
         del self._written[slot][entries:]
         self._agreed[slot] = min(self._agreed[slot], entries)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        entries = min(len(self._written[source]), length - self.shift)
-        if entries > len(self._written[target]):
+        entries = min(len(self._written[source]), self._entries(source, length))
+        if entries > len(self._written[target]) and self._has_context(source, length):
             self._session.copy(source, target, entries)
             self._written[target] = self._written[source][:entries]
             self._agreed[target] = min(self._agreed[source], entries)
+            self._offsets[target], self._windows[target] = self._offsets[source], self._windows[source]
 
     def clear(self, slot: int) -> None:
         self._session.clear(slot)
-        self._keep(slot, 0)
+        self._begin(slot)
 
     def pending(self, slot: int, tokens: list[int]) -> int:
-        return max(self.missing(slot, tokens) - self._longest_context(len(tokens) - self.shift, self._contexts), 0)
+        entries = self._entries(slot, len(tokens))
+        return max(self._anew(entries) - (entries - self.missing(slot, tokens)), 0)
+
+    def readings(self, slot: int, tokens: list[int]) -> list[Reading]:
+        current, pending = self._windows[slot], self.pending(slot, tokens)
+        if current:
+            others = [Reading(0, self._anew(len(tokens) - self.shift))]
+            pending = min(pending, self._anew(current))
+        else:
+            others = [Reading(window, self._anew(window)) for window in self._usable if window < pending]
+        return [Reading(current, pending), *others]
+
+    def _anew(self, entries: int) -> int:
+        """Return how many entries must be written before a round that begins with `entries` entries."""
+        return entries - self._longest_context(entries, self._contexts)
 
     def missing(self, slot: int, tokens: list[int]) -> int:
-        written, agreed, shift = self._written[slot], self._agreed[slot], self.shift
+        written, agreed, shift = self._written[slot], self._agreed[slot], self.shift + self._offsets[slot]
         entries = len(tokens) - shift
         end = min(len(written), entries)
         while agreed < end and written[agreed] == tokens[agreed + shift]:
@@ -86,13 +129,17 @@ class CachedDrafter(DeviceDrafter):
         self._agreed[slot] = agreed
         return entries - agreed
 
-    def catch_up(self, slot: int, tokens: list[int], most: int | None = None) -> None:
+    def catch_up(self, slot: int, tokens: list[int], most: int | None = None, window: int = 0) -> None:
         """Write the entries that a round's first step does not write, or at most `most` of them."""
         pending = self.pending(slot, tokens)
-        first = self._agreed[slot]
+        if self._windows[slot] not in (0, window) or pending > window > 0:
+            offset = max(len(tokens) - self.shift - window, 0) if window else 0
+            self._begin(slot, offset, window if offset else 0)
+            pending = self.pending(slot, tokens)
+        first, shift = self._agreed[slot], self.shift + self._offsets[slot]
         end = first + (pending if most is None else min(pending, most))
         for at in range(first, end, self._chunk):
-            chunk = tokens[at + self.shift : min(at + self._chunk, end) + self.shift]
+            chunk = tokens[at + shift : min(at + self._chunk, end) + shift]
             del self._written[slot][at:]
             self._session.write(np.array([self.context_ids(chunk)]), np.array([at]), slot)
             self._written[slot] += chunk
@@ -100,9 +147,9 @@ class CachedDrafter(DeviceDrafter):
     def commit(self, slot: int, tokens: list[int], drafted: list[int]) -> None:
         if drafted:
             at = self._agreed[slot]
-            self._written[slot][at:] = [*tokens[at + self.shift :], *self._kept(drafted)]
+            self._written[slot][at:] = [*tokens[self.shift + self._offsets[slot] + at :], *self._kept(drafted)]
         else:  # entries that the round wrote for this slot belong to no token
-            self._keep(slot, max(len(tokens) - self.shift - self._contexts[-1], 0))
+            self._keep(slot, max(self._entries(slot, len(tokens)) - self._contexts[-1], 0))
 
     @abstractmethod
     def _kept(self, drafted: list[int]) -> list[int]:
@@ -152,5 +199,5 @@ class CachedDrafter(DeviceDrafter):
             expected = np.array(tokens[len(agrees) : len(agrees) + len(rows)])
             agrees += (rows.argmax(-1) == expected).tolist()
             confidences += [round(top_probability(row, np.empty_like(row)), 4) for row in rows]
-        self._keep(0, 0)
+        self._begin(0)
         return agrees, confidences

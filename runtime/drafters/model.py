@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.engines.samplers import DRAFT_SAMPLERS
+from outrider.runtime.drafters.cached import WINDOWS
 from outrider.runtime.drafters.step import StepDrafter
 from outrider.runtime.policy.costs import Costs
 from outrider.runtime.rounds.buffers import Lane
@@ -22,6 +23,7 @@ class ModelDrafter(StepDrafter):
     name = "model"
     label = "draft model"
     prior = 0.6
+    windows = WINDOWS
     role = "draft"
     engines = (role, *DRAFT_SAMPLERS)
 

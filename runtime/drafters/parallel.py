@@ -13,6 +13,7 @@ from outrider.engines.contract import step_rows
 from outrider.engines.device import Buffer, Layout
 from outrider.engines.samplers import DRAFT_SAMPLERS
 from outrider.runtime.drafters.base import Resources
+from outrider.runtime.drafters.cached import WINDOWS
 from outrider.runtime.drafters.step import StepDrafter
 from outrider.runtime.policy.costs import Costs
 from outrider.runtime.rounds.buffers import RoundBuffers, Shape
@@ -31,6 +32,7 @@ class ParallelDrafter(StepDrafter):
     label = "parallel draft"
     prior = 0.5
     one_pass = True
+    windows = WINDOWS
     role = "parallel-draft"
     engines: ClassVar[tuple[str, ...]] = (role, *DRAFT_SAMPLERS)
 
@@ -88,7 +90,7 @@ class ParallelDrafter(StepDrafter):
             agrees += (rows.argmax(-1) == np.array(block)).tolist()
             confidences += sure
             read = len(entries)
-        self._keep(0, 0)
+        self._begin(0)
         missing = len(tokens) - len(agrees)
         return agrees + [False] * missing, confidences + [0.0] * missing
 
@@ -106,6 +108,7 @@ class ParallelHeadDrafter(ParallelDrafter):
 
     name = "parallel-head"
     label = "parallel draft head"
+    windows = ()  # its entries must have the positions of the target's features
     role = "parallel-head"
     engines: ClassVar[tuple[str, ...]] = (role, *DRAFT_SAMPLERS)
     shift = 1

@@ -85,8 +85,9 @@ class StepDrafter(CachedDrafter):
             else:
                 tokens = lane.tokens
                 # A batched sequence that drafts nothing may be shorter than the context.
-                start = max(len(tokens) - self.shift - context, 0)
-                given = tokens[start + self.shift : start + self.shift + context]
+                offset = self.offset(shape.first + index)
+                start = max(len(tokens) - self.shift - offset - context, 0)
+                given = tokens[offset + start + self.shift : offset + start + self.shift + context]
                 read = [*self.context_ids(given), *self._after_context(tokens[-1], drafted)]
                 ids[index, : len(read)] = read
                 ids[index, len(read) :] = 0

@@ -38,6 +38,11 @@ class Acceptance:
         self._seen, self._accepted = self._seen * FADING, self._accepted * FADING
 
     @property
+    def observed(self) -> bool:
+        """Whether it has seen drafted tokens."""
+        return self._seen > 0
+
+    @property
     def rate(self) -> float:
         """The estimate, 0..1. Its prior is the estimate of earlier requests plus its standard error, so that bad luck at the
         start does not decide the rest."""

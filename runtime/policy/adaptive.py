@@ -12,6 +12,7 @@ from typing import NamedTuple
 from cachetools import LRUCache
 
 from outrider.runtime import drafters
+from outrider.runtime.drafters.base import Reading
 from outrider.runtime.matching import matching
 from outrider.runtime.policy.acceptance import Acceptance
 from outrider.runtime.policy.choice import NONE, PLAIN, Choice
@@ -25,6 +26,7 @@ from outrider.runtime.policy.round_times import RoundTimes, SequenceBatch
 from outrider.runtime.rounds.rounds import RoundResult
 
 MEASURED_TOKENS = 20.0  # the weight of the manifest's acceptance: one unusual request must not overrule it
+PARTIAL, PARTIAL_TOKENS = 0.85, 10.0  # the share of it to assume if the draft reads only the end of a text, and its weight
 REQUEST_MEMORY, REQUEST_WEIGHT = 0.94, 3.0  # of a request's acceptance, and the weight of earlier requests in it
 HISTORY_MEMORY, HISTORY_WEIGHT = 0.99, 2.0  # of earlier requests' acceptance
 STICKY = 0.97  # another choice must promise at most this share of the time per token
@@ -45,6 +47,15 @@ class Steady(NamedTuple):
 UNKNOWN = Steady(PLAIN, 0.0)
 
 
+class _Plan(NamedTuple):
+    """How a sequence can draft."""
+
+    reading: Reading
+    late: float  # milliseconds to read
+    rate: float  # acceptance
+    saved: float  # milliseconds that it will probably save
+
+
 class AdaptivePolicy(Policy):
     """Chooses by the times of rounds here, and by the recent acceptance in these requests and in earlier ones."""
 
@@ -61,10 +72,15 @@ class AdaptivePolicy(Policy):
         kinds = {name: drafters.get(name) for name in (*names, *drafters.companions())}
         self._on_device = drafters.on_device(names)
         self._on_host = [name for name in kinds if name not in self._on_device]
-        self._history = {name: Acceptance(kind.prior, HISTORY_MEMORY, HISTORY_WEIGHT) for name, kind in kinds.items()}
-        for name, rate in self.times.costs(1).acceptance.items():
-            if name in self._history:
-                self._history[name].recall(rate, MEASURED_TOKENS)
+        self._history: dict[tuple[str, int], Acceptance] = {}  # by drafter and window
+        for name, kind in kinds.items():
+            measured = self.times.costs(1).acceptance.get(name)
+            for window in (0, *kind.windows):
+                history = self._history[name, window] = Acceptance(kind.prior, HISTORY_MEMORY, HISTORY_WEIGHT)
+                if window:
+                    history.recall(PARTIAL * (measured or kind.prior), PARTIAL_TOKENS)
+                elif measured is not None:
+                    history.recall(measured, MEASURED_TOKENS)
         self._lengths: LRUCache[Hashable, AnswerLengths] = LRUCache(OWNERS)
         self._by_evidence: LRUCache[tuple[str, Hashable], Acceptance] = LRUCache(4 * OWNERS)
         self._confidence = {name: Confidence() for name in self._on_device}
@@ -75,8 +91,12 @@ class AdaptivePolicy(Policy):
         self._proposal_times: dict[str, list[tuple[Choice, float]]] = {}  # milliseconds of rounds, by drafter
         self._probes = Probes()
 
-    def begin(self) -> dict[str, Acceptance]:
-        return {name: Acceptance(self._history[name], REQUEST_MEMORY, REQUEST_WEIGHT) for name in self._on_device}
+    def begin(self) -> dict[tuple[str, int], Acceptance]:
+        return {
+            key: Acceptance(history, REQUEST_MEMORY, REQUEST_WEIGHT)
+            for key, history in self._history.items()
+            if key[0] in self._on_device
+        }
 
     def lengths(self, owner: Hashable) -> AnswerLengths:
         return self._lengths.setdefault(owner, AnswerLengths())
@@ -127,17 +147,16 @@ class AdaptivePolicy(Policy):
         best, least = PLAIN, self.times.round(PLAIN, batch) / batch.size
         times = {PLAIN: least}
         for name in self._on_device:
-            offered = [(each, self._rate(name, each)) for each in batch.sequences if name in each.offers]
-            behind = any(sequence.offers[name].pending for sequence, _ in offered)
-            drafting, late = offered, 0.0
+            offered = [each for each in batch.sequences if name in each.offers]
             for k in sizes if offered else ():
                 choice = Choice(name, k)
                 time = self.times.round(choice, batch)
-                if behind:
-                    drafting = [each for each in offered if self._worth_catching_up(choice, each[0], time / batch.size)]
-                    horizon = sum([sequence.expected for sequence, _ in drafting])
-                    late = self.times.catch_up(name, [sequence for sequence, _ in drafting]) / max(horizon, 1)
-                rates = [(rate, sequence.remaining - 1, 1) for sequence, rate in drafting]
+                plans = [(self._best_plan(choice, sequence, time / batch.size), sequence) for sequence in offered]
+                drafting = [(plan, sequence) for plan, sequence in plans if plan.saved >= 0]
+                late = sum([plan.late for plan, _ in drafting])
+                if late:
+                    late /= max(sum([sequence.expected for _, sequence in drafting]), 1)
+                rates = [(plan.rate, sequence.remaining - 1, 1) for plan, sequence in drafting]
                 times[choice] = time = time / _emitted(batch.size, rates, k) + late
                 if time < least:
                     best, least = choice, time
@@ -173,39 +192,52 @@ class AdaptivePolicy(Policy):
         for name in self._on_device if sizes else ():
             if name != steady.choice.drafter and any(name in sequence.offers for sequence in batch.sequences):
                 choice = Choice(name, sizes[0])
-                extra = max(self.times.round(choice, batch) - batch.size * steady.per_token, 0.0)
-                probes.append((choice, extra + self.times.catch_up(name, batch.sequences), self._history[name].optimistic))
+                time = self.times.round(choice, batch)
+                plans = [self._best_plan(choice, each, time / batch.size) for each in batch.sequences if name in each.offers]
+                rate = max([self._history[name, plan.reading.window].optimistic for plan in plans])
+                extra = max(time - batch.size * steady.per_token, 0.0)
+                probes.append((choice, extra + sum([plan.late for plan in plans]), rate))
         self._probes.price(self.times.round(steady.choice, batch), probes, drafting=steady.choice.k > 0)
 
-    def worth_catching_up(self, choice: Choice, sequence: SequenceView) -> bool:
+    def reading(self, choice: Choice, sequence: SequenceView) -> Reading | None:
+        plan = self._best_plan(choice, sequence, self.times.round(choice, self._batch) / self._batch.size)
         if choice != self._steady.choice or self._batch.size == 1:
-            return True  # it was compared at this sequence's price, or is a probe, whose price was paid
-        return self._worth_catching_up(choice, sequence, self.times.round(choice, self._batch) / self._batch.size)
+            return plan.reading  # it was compared at this sequence's price, or is a probe, whose price was paid
+        return plan.reading if plan.saved >= 0 else None
 
-    def _worth_catching_up(self, choice: Choice, sequence: SequenceView, share: float) -> bool:
-        """Return whether drafting saves more than catching up costs, if the sequence's share of a round is `share`."""
-        if not sequence.offers[choice.drafter].pending:
-            return True
-        rate, limit = self._rate(choice.drafter, sequence), min(choice.k, sequence.remaining - 1)
-        saved = sequence.expected * (1 - 1 / expected_tokens(rate, limit))
-        return self.times.catch_up(choice.drafter, [sequence]) < saved * share
+    def _best_plan(self, choice: Choice, sequence: SequenceView, share: float) -> _Plan:
+        """Return how a sequence whose share of a round is `share` drafts with the most time saved."""
+        name, (current, *others) = choice.drafter, sequence.offers[choice.drafter].readings
+        late, rate = self._late_and_rate(name, sequence, current)
+        if not late and (not others or sequence.acceptance[name, current.window].observed):
+            return _Plan(current, 0.0, rate, 0.0)  # where the end of a text was not enough, more of it seldom is
+        limit, expected = min(choice.k, sequence.remaining - 1), sequence.expected * share
+        best = _Plan(current, late, rate, expected * (1 - 1 / expected_tokens(rate, limit)) - late)
+        for reading in others:
+            late, rate = self._late_and_rate(name, sequence, reading)
+            if late < best.late or rate > best.rate:
+                plan = _Plan(reading, late, rate, expected * (1 - 1 / expected_tokens(rate, limit)) - late)
+                best = max(best, plan, key=lambda each: each.saved)
+        return best
 
-    def _rate(self, name: str, sequence: SequenceView) -> float:
-        """Return the acceptance to compare a drafter by.
+    def _late_and_rate(self, name: str, sequence: SequenceView, reading: Reading) -> tuple[float, float]:
+        """Return the milliseconds that a drafter has to read, and the acceptance to compare it by.
 
         With several drafters, the best one for a request often differs from the last request's. So a drafter that can be tried
         for less than a plain round gets the benefit of the doubt.
         """
-        acceptance = sequence.acceptance[name]
+        acceptance, late = sequence.acceptance[name, reading.window], self.times.catch_up(name, reading, sequence.length)
+        if reading.window:  # summaries need the whole text, so there is no benefit of the doubt
+            return late, acceptance.cautious
         if len(self._on_device) == 1:
-            return acceptance.rate
-        dear = self.times.catch_up(name, [sequence]) > self.times.round(PLAIN, self._batch) / self._batch.size
-        return acceptance.cautious if dear else acceptance.upper_estimate
+            return late, acceptance.rate
+        dear = late > self.times.round(PLAIN, self._batch) / self._batch.size
+        return late, acceptance.cautious if dear else acceptance.upper_estimate
 
     def _evident(self, name: str, evidence: Hashable) -> Acceptance:
         """Return the acceptance of a drafter's proposals with this evidence."""
         if (name, evidence) not in self._by_evidence:
-            self._by_evidence[name, evidence] = Acceptance(self._history[name], HISTORY_MEMORY, HISTORY_WEIGHT)
+            self._by_evidence[name, evidence] = Acceptance(self._history[name, 0], HISTORY_MEMORY, HISTORY_WEIGHT)
         return self._by_evidence[name, evidence]
 
     def early_stop(self, choice: Choice, sequence: SequenceView) -> EarlyStop | None:
@@ -214,7 +246,8 @@ class AdaptivePolicy(Policy):
 
     def stopping_rule(self, choice: Choice, sequence: SequenceView) -> EarlyStop:
         """Return the rule to stop drafting where further tokens gain less time than they cost."""
-        rate, (times, rows) = sequence.acceptance[choice.drafter].rate, self.times.by_drafted(choice, sequence)
+        rate = sequence.acceptance[choice.drafter, sequence.offers[choice.drafter].window].rate
+        times, rows = self.times.by_drafted(choice, sequence)
         least = thresholds(times, rate, self._steady.per_token)
         return EarlyStop(rate, self._confidence[choice.drafter].rates(rate), least, rows)
 
@@ -235,10 +268,12 @@ class AdaptivePolicy(Policy):
         self.times.observe(seen, max((len(result.drafted) for result in done), default=0))
 
     def _observe_sequence(self, sequence: SequenceView, result: RoundResult) -> None:
-        for name, acceptance in sequence.acceptance.items():
-            if name == result.drafter:
+        offer = sequence.offers.get(result.drafter)
+        used = result.drafter, 0 if offer is None else offer.window
+        for key, acceptance in sequence.acceptance.items():
+            if key == used:
                 acceptance.observe(len(result.drafted), result.accepted)
-                self._history[name].observe(len(result.drafted), result.accepted)
+                self._history[key].observe(len(result.drafted), result.accepted)
             else:
                 acceptance.fade()
         for name, offer in sequence.offers.items():  # proposals can be compared even if they were not drafted
@@ -246,7 +281,7 @@ class AdaptivePolicy(Policy):
                 shown = min(len(offer.proposal.tokens), len(result.tokens))
                 right = matching(offer.proposal.tokens, result.tokens)
                 self._evident(name, offer.proposal.evidence).observe(shown, right)
-                self._history[name].observe(shown, right)
+                self._history[name, 0].observe(shown, right)
 
 
 def _emitted(size: int, rates: Sequence[tuple[float, int, int]], k: int) -> float:

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from outrider.runtime import drafters
-from outrider.runtime.drafters.base import Proposal
+from outrider.runtime.drafters.base import Proposal, Reading
 from outrider.runtime.policy.acceptance import Acceptance
 from outrider.runtime.policy.choice import PLAIN, Choice
 from outrider.runtime.policy.early_stop import EarlyStop
@@ -20,8 +20,13 @@ from outrider.runtime.rounds.rounds import RoundResult
 class Offer(NamedTuple):
     """What a drafter can do for a sequence in the next round."""
 
-    pending: int  # confirmed tokens that it must process first
+    readings: Sequence[Reading]  # what it can read first; see `Drafter.readings`
     proposal: Proposal | None  # None if it drafts on the device
+
+    @property
+    def window(self) -> int:
+        """How much of the text its cache holds; see `Reading`."""
+        return self.readings[0].window
 
 
 class SequenceView(NamedTuple):
@@ -32,7 +37,7 @@ class SequenceView(NamedTuple):
     remaining: int  # tokens that may still be emitted
     greedy: bool
     offers: Mapping[str, Offer]  # of the drafters that can draft now
-    acceptance: Mapping[str, Acceptance]  # of the drafters on the device, in this request
+    acceptance: Mapping[tuple[str, int], Acceptance]  # in this request, by drafter on the device and window that it read
     lengths: AnswerLengths = AnswerLengths()  # of the owner's answers; never changed here
 
     @property
@@ -62,8 +67,8 @@ class Policy(ABC):
 
     names: list[str]  # the drafters to choose from
 
-    def begin(self) -> dict[str, Acceptance]:
-        """Return a new request's estimates of acceptance, by drafter."""
+    def begin(self) -> dict[tuple[str, int], Acceptance]:
+        """Return a new request's estimates of acceptance, by drafter and window."""
         return {}
 
     def lengths(self, owner: Hashable) -> AnswerLengths:
@@ -74,9 +79,10 @@ class Policy(ABC):
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
         """Return how the next round drafts."""
 
-    def worth_catching_up(self, choice: Choice, sequence: SequenceView) -> bool:
-        """Return whether the chosen drafter should process a sequence's pending tokens, to draft for it as well."""
-        return True
+    def reading(self, choice: Choice, sequence: SequenceView) -> Reading | None:
+        """Return what the chosen drafter, which is on the device, should read of a sequence to draft for it as well; None if
+        that does not pay. The default is the whole text."""
+        return next(reading for reading in sequence.offers[choice.drafter].readings if not reading.window)
 
     def early_stop(self, choice: Choice, sequence: SequenceView) -> EarlyStop | None:
         """Return when the chosen round of one sequence stops drafting; None if it does not stop early."""

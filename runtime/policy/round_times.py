@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from outrider.runtime import drafters
+from outrider.runtime.drafters.base import Reading
 from outrider.runtime.policy.choice import Choice
 from outrider.runtime.policy.pace import Pace
 from outrider.runtime.policy.policy import Observation, SequenceView
@@ -56,13 +57,12 @@ class RoundTimes:
     def _cost(self, choice: Choice, drafted: int, batch: SequenceBatch, begun: int = 0) -> float:
         return self.costs(batch.size).round(choice.drafter, drafted, choice.k, batch.end + choice.k, batch.greedy, begun)
 
-    def catch_up(self, name: str, sequences: Sequence[SequenceView]) -> float:
-        """Return the time that a drafter takes to catch up. It is not measured, so plain decoding's pace corrects it."""
-        time = 0.0
-        for sequence in sequences:
-            if name in sequence.offers and (pending := sequence.offers[name].pending):
-                time += self.costs(1).catch_up(name, pending, sequence.length)
-        return time * self.pace.shared
+    def catch_up(self, name: str, reading: Reading, length: int) -> float:
+        """Return the time that a drafter takes to catch up with a text of `length` tokens. It is not measured, so plain
+        decoding's pace corrects it."""
+        if not reading.pending:
+            return 0.0
+        return self.costs(1).catch_up(name, reading.pending, reading.window or length) * self.pace.shared
 
     def upkeep(self, choice: Choice, batch: SequenceBatch) -> float:
         """Return the time that the drafter of a choice needs later for tokens that another one drafted."""

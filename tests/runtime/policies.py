@@ -8,10 +8,14 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from outrider.audit.controls import RandomPolicy
 from outrider.bench.simulator import Trace
 from outrider.bundle.manifest import Cost
-from outrider.runtime.drafters.base import Proposal
+from outrider.runtime.drafters.base import Proposal, Reading
+from outrider.runtime.drafters.model import ModelDrafter
+from outrider.runtime.drafters.parallel import ParallelDrafter
 from outrider.runtime.generation import Outrider
 from outrider.runtime.policy.acceptance import Acceptance
 from outrider.runtime.policy.adaptive import AdaptivePolicy
@@ -22,6 +26,15 @@ from outrider.runtime.rounds.rounds import RoundResult
 
 K = [1, 2, 4, 8]
 MODEL, NGRAM, GRAMMAR = "model", "ngram", "grammar"
+
+
+@contextmanager
+def short_windows() -> Iterator[None]:
+    """Let drafts that are loaded here read only the end of short texts, too."""
+    with pytest.MonkeyPatch.context() as patched:
+        for kind in (ModelDrafter, ParallelDrafter):
+            patched.setattr(kind, "windows", (16, 24))
+        yield
 
 
 @contextmanager
@@ -64,12 +77,12 @@ def view(
     pending: int = 0,
     matched: int = 0,
     emitted: int = 1,
-    acceptance: dict[str, Acceptance] | None = None,
+    acceptance: dict[tuple[str, int], Acceptance] | None = None,
 ) -> SequenceView:
     """A sequence for which the draft model has to catch up with `pending` tokens, and n-grams have `matched` tokens."""
-    offers = {MODEL: Offer(pending, None)} if MODEL in policy.names else {}
+    offers = {MODEL: Offer([Reading(0, pending)], None)} if MODEL in policy.names else {}
     if matched:
-        offers[NGRAM] = Offer(0, Proposal(list(range(1, 9)), matched))
+        offers[NGRAM] = Offer([Reading(0, 0)], Proposal(list(range(1, 9)), matched))
     return SequenceView(length, emitted, remaining, True, offers, policy.begin() if acceptance is None else acceptance)
 
 

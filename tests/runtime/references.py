@@ -96,11 +96,22 @@ class BlockReference(HeadReference):
         return tuple(drafted[1:]), confidences
 
 
-class ParallelReference:
-    """A parallel draft."""
+class ModelReference:
+    """A draft model."""
 
     def __init__(self, draft: Path) -> None:
         self.draft = LlamaForCausalLM.from_pretrained(draft, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def proposes(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
+        text = [*tokens]
+        for _ in range(k):
+            text.append(int(self.draft(torch.tensor([text])).logits[0, -1].argmax()))
+        return tuple(text[-k:])
+
+
+class ParallelReference(ModelReference):
+    """A parallel draft."""
 
     @torch.no_grad()
     def proposes(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.runtime.drafters.base import Proposal
+from outrider.runtime.drafters.base import Proposal, Reading
 from outrider.runtime.policy.acceptance import Acceptance
 from outrider.runtime.policy.choice import NONE, PLAIN, Choice
 from outrider.runtime.policy.costs import expected_tokens
@@ -28,8 +28,7 @@ def test_catching_up_takes_what_rounds_take_of_what_the_costs_say() -> None:
     policy = adaptive(table)
     for _ in range(8):
         observe(policy, PLAIN, view(policy), 0, 0, 2 * table.round(NONE, 0, 0, 40, True))
-    late = [view(policy, pending=100)]
-    assert policy.times.catch_up(MODEL, late) == pytest.approx(2 * table.catch_up(MODEL, 100, 40), rel=0.05)
+    assert policy.times.catch_up(MODEL, Reading(0, 100), 40) == pytest.approx(2 * table.catch_up(MODEL, 100, 40), rel=0.05)
 
 
 @pytest.mark.parametrize(("row", "least", "most"), [(0.1, 1.8, 3.0), (6.0, 0.97, 1.0)])
@@ -144,7 +143,7 @@ def test_a_short_answer_does_not_hold_up_others_while_its_prompt_is_read_for_the
     ready, long, short = view(policy), view(policy, 200, 100, pending=160), view(policy, 200, 2, pending=160)
     choice = policy.choose([ready, ready, long, short])
     assert choice.drafter == MODEL
-    assert [policy.worth_catching_up(choice, each) for each in (long, short)] == [True, False]
+    assert [policy.reading(choice, each) for each in (long, short)] == [Reading(0, 160), None]
     late = [view(policy, 200, 2, pending=160)] * 4
     assert policy.choose(late) == PLAIN, "nor is any of them alone"
     assert policy.choose([view(policy, 200, 100, pending=160)] * 4).drafter == MODEL
@@ -224,15 +223,15 @@ def test_a_request_does_not_begin_with_the_last_ones_probe() -> None:
 def test_one_forced_token_is_drafted_for_free_where_a_draft_brings_no_more(draft: float, rate: float, chosen: str) -> None:
     policy = adaptive(costs(draft, acceptance=rate))
     sequence = view(policy)
-    sequence = sequence._replace(offers={GRAMMAR: Offer(0, Proposal([5], None)), **sequence.offers})
+    sequence = sequence._replace(offers={GRAMMAR: Offer([Reading(0, 0)], Proposal([5], None)), **sequence.offers})
     assert policy.choose([sequence]).drafter == chosen
 
 
 def test_a_fixed_drafter_leaves_forced_tokens_to_the_grammar() -> None:
     policy = FixedPolicy(MODEL, 4)
     free = view(policy)
-    forced = free._replace(offers={GRAMMAR: Offer(0, Proposal([5], None)), **free.offers})
-    late = free._replace(offers={GRAMMAR: Offer(0, Proposal([5], None))})
+    forced = free._replace(offers={GRAMMAR: Offer([Reading(0, 0)], Proposal([5], None)), **free.offers})
+    late = free._replace(offers={GRAMMAR: Offer([Reading(0, 0)], Proposal([5], None))})
     assert policy.choose([forced]) == policy.choose([forced, late]) == Choice(GRAMMAR, 4)
     assert policy.choose([free, late]) == policy.choose([free, forced]) == Choice(MODEL, 4)
     assert policy.choose([late, free._replace(offers={})]) == Choice(GRAMMAR, 4)
@@ -242,7 +241,7 @@ def test_a_fixed_drafter_leaves_forced_tokens_to_the_grammar() -> None:
 def test_spellings_that_the_target_refuses_are_proposed_no_longer() -> None:
     policy = adaptive(costs(3.0))
     sequence = view(policy)
-    sequence = sequence._replace(offers={GRAMMAR: Offer(0, Proposal([5], None))})
+    sequence = sequence._replace(offers={GRAMMAR: Offer([Reading(0, 0)], Proposal([5], None))})
     assert policy.choose([sequence]) == Choice(GRAMMAR, 1)
     for _ in range(20):
         observe(policy, Choice(GRAMMAR, 1), sequence, 1, 0, 6.1)

@@ -1,8 +1,8 @@
-"""Draft heads and parallel drafts propose what a fresh reading of the text gives, whatever happened before."""
+"""Draft models, heads and parallel drafts propose what a fresh reading of the text gives, whatever happened before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from outrider.audit.controls import RandomPolicy
+from outrider.runtime import drafters
 from outrider.runtime.drafters.step import StepDrafter
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
@@ -21,7 +22,15 @@ from outrider.runtime.rounds.rounds import RoundResult
 from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
 from outrider.tests.drafts import parallel_draft, plain_block_head, random_block_head, random_head, random_parallel_head
-from outrider.tests.runtime.references import BlockReference, HeadReference, ParallelHeadReference, ParallelReference, Reference
+from outrider.tests.runtime.policies import short_windows
+from outrider.tests.runtime.references import (
+    BlockReference,
+    HeadReference,
+    ModelReference,
+    ParallelHeadReference,
+    ParallelReference,
+    Reference,
+)
 from outrider.tests.support import PAIR
 
 PROMPT = "Customer: Hi, I would like to book a table for two in San Jose.\nAgent:"
@@ -35,10 +44,12 @@ KINDS = [
     ("onnxruntime", "plain block"),
     ("onnxruntime", "random head"),
     ("onnxruntime", "random parallel"),
+    ("onnxruntime", "trained model"),
+    ("openvino", "trained model"),
 ]
-SLOW = [KINDS[1], *KINDS[-2:]]
+SLOW = [KINDS[1], *KINDS[6:8]]
 Proposed = tuple[tuple[int, ...], tuple[int, ...]]
-"""The confirmed tokens, and what was drafted after them."""
+"""The confirmed tokens that the drafter has read, and what it drafted after them."""
 
 
 class Recorder:
@@ -47,10 +58,15 @@ class Recorder:
     def __init__(self, drafter: str) -> None:
         self.drafter = drafter
         self.proposed: list[Proposed] = []
+        self.windowed = 0  # times that it had read only the end of the text
 
     def __call__(self, launches: Launches, shape: Shape, index: int, lane: Lane, result: RoundResult) -> RoundResult:
         if result.drafter == self.drafter:
-            self.proposed.append((tuple(lane.tokens), tuple(result.drafted)))
+            drafter = launches.on_device(shape)
+            assert isinstance(drafter, StepDrafter)
+            offset = drafter.offset(shape.first + index)
+            self.windowed += offset > 0
+            self.proposed.append((tuple(lane.tokens[offset:]), tuple(result.drafted)))
         return result
 
 
@@ -73,6 +89,8 @@ def drafter(kind: tuple[str, str]) -> str:
 @pytest.fixture(scope="module")
 def reference(kind: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Reference:
     made, (how, what) = tmp_path_factory.mktemp("reference") / "draft", kind[1].split()
+    if what == "model":
+        return ModelReference(PAIR / "draft")
     if what == "parallel":
         return ParallelReference(PAIR / what if how == "trained" else parallel_draft(made))
     if what == "block":
@@ -84,12 +102,14 @@ def reference(kind: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def bundle(kind: tuple[str, str], drafter_bundles: Callable[..., Path]) -> Path:
-    return drafter_bundles("fp32", kind[1], backend=kind[0], capacity=512, batch=4)
+    beside = "trained parallel" if kind[1] == "trained model" else kind[1]
+    return drafter_bundles("fp32", beside, backend=kind[0], capacity=512, batch=4)
 
 
 @pytest.fixture(scope="module")
-def loaded(bundle: Path) -> Outrider:
-    return Outrider.load(bundle, slots=4)
+def loaded(bundle: Path) -> Iterator[Outrider]:
+    with short_windows():
+        yield Outrider.load(bundle, slots=4)
 
 
 @pytest.fixture
@@ -131,6 +151,7 @@ def test_after_plain_rounds_and_those_of_other_drafters(recorded: tuple[Outrider
     greedy = len(recorder.proposed)
     list(outrider.generate(PROMPT, SamplingParams(max_new_tokens=100)))
     check(reference, recorder.proposed[greedy:], 5)
+    assert (recorder.windowed > 0) == bool(drafters.get(recorder.drafter).windows)
 
 
 @pytest.mark.in_turn(runs=lambda case: KINDS.index(case["kind"]) % 2 == 1)
@@ -225,6 +246,7 @@ def test_in_batches_whose_requests_come_and_go(recorded: tuple[Outrider, Recorde
     while scheduler.busy:
         scheduler.step()
     check(reference, recorder.proposed, 10)
+    assert (recorder.windowed > 0) == bool(drafters.get(recorder.drafter).windows)
 
 
 def test_features_and_entries_are_those_of_a_fresh_prefill(loaded: Outrider, drafter: str) -> None:

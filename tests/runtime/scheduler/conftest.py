@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from outrider.runtime.generation import Outrider
+from outrider.tests.runtime.policies import short_windows
 from outrider.tests.runtime.scheduler.schedules import CAPACITY, PARAMS, PROMPTS, SLOTS, SLOW, Alone
 from outrider.tests.support import build, make_endless
 
@@ -27,8 +28,9 @@ def bundle(
 
 
 @pytest.fixture(scope="module")
-def batched(bundle: Path) -> Outrider:
-    return Outrider.load(bundle, slots=None)
+def batched(bundle: Path) -> Iterator[Outrider]:
+    with short_windows():
+        yield Outrider.load(bundle, slots=None)
 
 
 @pytest.fixture(scope="module")

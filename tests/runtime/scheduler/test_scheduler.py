@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.audit.controls import RandomPolicy, Watch
+from outrider.runtime.drafters.base import Reading
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy.choice import NONE, PLAIN, Choice
@@ -247,7 +248,7 @@ def test_the_rejection_rule_in_a_batch(batched: Outrider, monkeypatch: pytest.Mo
 def test_measured_times_of_batched_rounds_are_forgotten(batched: Outrider) -> None:
     """The first round of a kind includes binding its buffers, and what was slow once may not stay slow."""
     policy = batched.adaptive_policy()
-    sequences = [SequenceView(20, 10, 50, True, {"model": Offer(0, None)}, policy.begin()) for _ in range(3)]
+    sequences = [SequenceView(20, 10, 50, True, {"model": Offer([Reading(0, 0)], None)}, policy.begin()) for _ in range(3)]
     drafting, batch = Choice("model", 2), SequenceBatch.of(sequences)
     drafted, plain = RoundResult("model", [5, 6], [5, 7], None), RoundResult(NONE, [], [5], None)
     usual, predicted = policy.times.round(drafting, batch), policy.times.round(PLAIN, batch)
