@@ -27,6 +27,7 @@ def minimum_cut(
     graph: ir.Graph,
     reads: Mapping[ir.Node, Sequence[ir.Value]],
     sources: Iterable[ir.Value],
+    late: Iterable[ir.Value],
     sinks: Iterable[ir.Value],
     cost: Callable[[ir.Value], int | None],
 ) -> list[ir.Value]:
@@ -37,7 +38,8 @@ def minimum_cut(
     Args:
         graph: the graph.
         reads: the values that each node depends on.
-        sources: values where paths begin.
+        sources: values where paths begin, all before the cut.
+        late: values that exist after the cut only, so that what depends on them is computed there.
         sinks: values where paths end.
         cost: what a value costs; None if it may not be chosen.
 
@@ -53,20 +55,25 @@ def minimum_cut(
         room[begin][end] = most
         room[end].setdefault(begin, 0)
 
-    reached = {*sources}
+    reached, after = {*sources}, {*late}
     for value in reached:
         connect(SOURCE, (value, False), UNLIMITED)
     ordered = [*graph.inputs]
     for node in graph:
         ordered += node.outputs
         read = [value for value in reads[node] if value in reached]
+        if not after.isdisjoint(reads[node]):
+            after.update(node.outputs)
         for output in node.outputs if read else ():
             reached.add(output)
             for value in read:
                 connect((value, True), (output, False), UNLIMITED)
+                connect((output, False), (value, False), UNLIMITED)  # a value before the cut is computed from such values
     for value in reached:
         limit = cost(value)
         connect((value, False), (value, True), UNLIMITED if limit is None else limit)
+        if value in after:
+            connect((value, False), SINK, UNLIMITED)
     for value in sinks:
         if value in reached:
             connect((value, True), SINK, UNLIMITED)
@@ -79,8 +86,8 @@ def minimum_cut(
         for begin, end in path:
             room[begin][end] -= flow
             room[end][begin] += flow
-    late = _reaching(room)
-    return [value for value in ordered if value in reached and (value, False) not in late and (value, True) in late]
+    behind = _reaching(room)
+    return [value for value in ordered if value in reached and (value, False) not in behind and (value, True) in behind]
 
 
 def _path(room: Mapping[Place, Mapping[Place, int]]) -> list[tuple[Place, Place]]:

@@ -108,13 +108,14 @@ class _StepGraph:
         early = self.outputs(0, end)
         late = [each for each in self.graph.outputs if each not in early]
         caches = [each for each in self.graph.inputs if self.layer_of.get(each.name or "", end) < end]
+        others = [each for each in self.graph.inputs if self.layer_of.get(each.name or "", -1) >= end]
         twice = (self.nodes(early, []) | done) & self._heavy
         single = set[ir.Node]()
         while twice - single:
             single |= twice
             sources = [*caches, *(output for node in single for output in node.outputs)]
             try:
-                cutting = minimum_cut(self.graph, self.reads, sources, late, _cost)
+                cutting = minimum_cut(self.graph, self.reads, sources, others, late, _cost)
             except Uncuttable as error:
                 raise self._refusal(end, error) from None
             twice = self.nodes([*early, *cutting], []) & self.nodes(late, cutting) & self._heavy
