@@ -1,14 +1,15 @@
 """Cuts the step graph of a target between its layers, into stages that run one after the other.
 
 A stage is a graph like the whole one, with the caches of its layers only. Its boundary is what later stages need of it and of
-earlier ones: usually the residual stream, [B, S, H]. Boundary values are outputs of one stage, and inputs of the next under the
-same name. What depends on the step's inputs only, such as rotary embeddings and masks, is computed in each stage that needs it.
+earlier ones: usually the residual stream, [B, S, H]. Boundary values are outputs of a stage, and inputs of the next one under
+the same name. What depends on the inputs of a step only, such as rotary embeddings and masks, is computed in each stage that
+needs it. The logits and the features for a draft head are of the last stage.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -16,18 +17,23 @@ from onnx_ir.passes import common
 
 from outrider.backends.rewriting.matching import shape_of
 from outrider.backends.rewriting.minimum_cut import Uncuttable, minimum_cut
+from outrider.backends.rewriting.step_layers import layers_of
 from outrider.engines.contract import BATCH_DIM, ROWS_DIM
 from outrider.errors import UsageError
 
-CACHE = re.compile(r"(past|present)_(key|value|conv|rows|state)_(\d+)")
-PAST, PRESENT = "past_", "present_"
-HEAVY = 4096  # bytes; nodes that read larger weights run in one stage only
-COPY = 4096  # bytes; a boundary of several values costs this much more for each of them
+HEAVY = 4096  # bytes; what reads larger weights is computed in one stage only
+COPY = 4096  # bytes a row that one value more in a boundary may save
 
 
 def layers(model: ir.Model) -> int:
-    """Return the number of a model's layers with a cache or a recurrent state. Other layers count as parts of the one before."""
-    return max(_StepGraph(model).layer_of.values()) + 1
+    """Return the number of a step model's layers. Those that keep nothing in a cache count as parts of the layer before."""
+    return _StepGraph(model).layers
+
+
+def possible_ends(model: ir.Model) -> list[int]:
+    """Return after how many layers a stage of a step model may end, ascending; the last is the number of its layers."""
+    whole = _StepGraph(model)
+    return [*whole.possible_ends(), whole.layers]
 
 
 def boundary(stage: int, index: int) -> str:
@@ -36,226 +42,205 @@ def boundary(stage: int, index: int) -> str:
 
 
 def cut(model: ir.Model, ends: Sequence[int]) -> list[ir.Model]:
-    """Cut a model into stages. They run the nodes of the whole in its order, so their results have the same bits.
+    """Cut a step model into stages.
+
+    They run the nodes of the whole in its order, so the results have the same bits. One exception: a runtime that computes fp16
+    in fp32, as ONNX Runtime does on CPUs, rounds to fp16 at a boundary.
 
     Args:
-        model: a step model as it was exported. Its weights are in the stages by reference.
-        ends: for each stage, the number of layers in it and in the stages before it. The last is `layers(model)`.
+        model: the step model as it was exported. The stages refer to its weights, also where several use the same.
+        ends: the number of layers up to the end of each stage; the last is `layers(model)`.
 
     Raises:
-        UsageError: later layers read the cache of an earlier one across a cut.
+        UsageError: these are no ascending numbers of layers, or a later layer reads the cache of an earlier one across a cut.
     """
     whole = _StepGraph(model.clone())
-    stages, before, begin = list[ir.Model](), list[ir.Value](), 0
-    done = set[ir.Node]()
+    if [*ends] != sorted({*ends}) or not ends or ends[0] < 1 or ends[-1] != whole.layers:
+        raise UsageError(
+            f"stages of a target with {whole.layers} layers cannot end after {', '.join(map(str, ends)) or 'none'}",
+            f"let them end after ascending numbers of layers, the last after {whole.layers}",
+        )
+    stages, done = list[ir.Model](), set[ir.Node]()
+    before, begin = list[ir.Value](), 0
     for stage, end in enumerate(ends):
-        outputs = whole.outputs(begin, end)
-        after = whole.crossing(end, done) if end < ends[-1] else [each for each in whole.graph.outputs if not _cache(each)]
-        if end < ends[-1]:
-            outputs_and_after = [*outputs, *after]
-        else:
-            outputs_and_after = [each for each in whole.graph.outputs if each in {*outputs, *after}]
-        done |= whole.nodes([*outputs, *after], before)
-        stages.append(whole.extracted(stage, (begin, end), outputs_and_after, before, after if end < ends[-1] else []))
+        after = whole.boundary(end, done) if end < whole.layers else []
+        made, nodes = whole.stage(stage, range(begin, end), before, after)
+        stages.append(made)
+        done |= nodes
         before, begin = after, end
     return stages
 
 
 class _SizeRead(NamedTuple):
-    """A node that reads only some sizes of a cache."""
+    """A node that reads only sizes of a cache."""
 
     node: ir.Node
-    index: int  # of the cache among the node's inputs
+    index: int  # of the cache among its inputs
     axes: slice
 
 
 class _StepGraph:
-    """The graph of a step model, and what depends on what in it."""
+    """The graph of a step model, and what depends on what in it. It is changed where nodes read only sizes."""
 
     def __init__(self, model: ir.Model):
         self.model, self.graph = model, model.graph
-        self.size_reads = [*self._size_reads()]
-        sizes = {(each.node, each.index) for each in self.size_reads}
-        self.reads = {node: [each for each in _reads(self.graph, node, sizes)] for node in self.graph}
-        self.layer_of = self._layers()  # by the name of a cache's input or output
-        self._heavy = self._heavy_nodes()
+        caches = [value for value in self.graph.inputs if (value.name or "").startswith("past_")]
+        self._size_reads = [*_size_reads(model, caches)]
+        only_sizes = {(read.node, read.index) for read in self._size_reads}
+        self._reads = {node: [*_read(self.graph, node, only_sizes)] for node in self.graph}
+        of_caches = layers_of(self.graph, self._reads)
+        self.layers = max(of_caches.values()) + 1
+        # Features, the logits and what else there is are of the last layer.
+        self._layer = {value: of_caches.get(value, self.layers - 1) for value in (*caches, *self.graph.outputs)}
+        self._heavy = {*_heavy(self.graph, self._reads)}
 
-    def outputs(self, begin: int, end: int) -> list[ir.Value]:
-        """Return the caches that some layers write."""
-        return [each for each in self.graph.outputs if begin <= self.layer_of.get(each.name or "", -1) < end]
+    def boundary(self, end: int, done: Iterable[ir.Node] = ()) -> list[ir.Value]:
+        """Return the values that pass the cut after the first `end` layers, in order; `done` are nodes of earlier stages.
 
-    def nodes(self, outputs: Iterable[ir.Value], given: Iterable[ir.Value]) -> set[ir.Node]:
-        """Return the nodes that compute `outputs` from `given` and the inputs of the graph."""
-        found, seen, waiting = set[ir.Node](), {*given}, [*outputs]
-        while waiting:
-            value = waiting.pop()
-            node = value.producer()
-            if value in seen or node is None:
+        Raises:
+            UsageError: a later layer reads the cache of an earlier one.
+        """
+        try:
+            return self._boundary(end, done)
+        except Uncuttable as error:
+            others = ", ".join(map(str, self.possible_ends()))
+            raise UsageError(
+                f"no stage of the target can end after {end} layers: a later layer reads the cache of layer "
+                f"{self._layer[error.source]}, counted from 0",
+                f"let it end after another number of layers: {others}" if others else "build the target without stages",
+            ) from None
+
+    def possible_ends(self) -> Iterator[int]:
+        """Yield after how many layers there may be a cut."""
+        for end in range(1, self.layers):
+            try:
+                self._boundary(end)
+            except Uncuttable:
                 continue
-            seen.add(value)
-            if node not in found:
-                found.add(node)
-                waiting += self.reads[node]
-        return found
+            yield end
 
-    def crossing(self, end: int, done: set[ir.Node]) -> list[ir.Value]:
-        """Return the boundary after the first `end` layers, in order.
+    def stage(self, number: int, span: range, before: list[ir.Value], after: list[ir.Value]) -> tuple[ir.Model, set[ir.Node]]:
+        """Return a stage, and the nodes in it.
 
         Args:
-            end: the number of layers.
-            done: the nodes of earlier stages.
+            number: of the stage.
+            span: its layers.
+            before: the boundary before it.
+            after: the boundary after it.
         """
-        early = self.outputs(0, end)
-        late = [each for each in self.graph.outputs if each not in early]
-        caches = [each for each in self.graph.inputs if self.layer_of.get(each.name or "", end) < end]
-        others = [each for each in self.graph.inputs if self.layer_of.get(each.name or "", -1) >= end]
-        twice = (self.nodes(early, []) | done) & self._heavy
-        single = set[ir.Node]()
-        while twice - single:
-            single |= twice
-            sources = [*caches, *(output for node in single for output in node.outputs)]
-            try:
-                cutting = minimum_cut(self.graph, self.reads, sources, others, late, _cost)
-            except Uncuttable as error:
-                raise self._refusal(end, error) from None
-            twice = self.nodes([*early, *cutting], []) & self.nodes(late, cutting) & self._heavy
-        return cutting
-
-    def extracted(
-        self, stage: int, span: tuple[int, int], outputs: list[ir.Value], before: list[ir.Value], after: list[ir.Value]
-    ) -> ir.Model:
-        """Return a stage as a model."""
-        begin, end = span
-        caches = [each for each in self.graph.inputs if begin <= self.layer_of.get(each.name or "", -1) < end]
-        nodes = self.nodes(outputs, before)
-        others = [each for each in self.graph.inputs if (each.name or "") not in self.layer_of]
-        for read in self.size_reads:
+        outputs = [*self._of(self.graph.outputs, span), *after]
+        caches = self._of(self.graph.inputs, span)
+        nodes = self._nodes(outputs, before)
+        for read in self._size_reads:
             if read.node in nodes:
-                read.node.replace_input_with(read.index, _same_sizes(read, [*others, *caches]))
-        used = {value for node in nodes for value in node.inputs}
-        inputs = [each for each in self.graph.inputs if each in used or each in caches]
-        graph = ir.convenience.extract(self.graph, [*inputs, *before], outputs)
+                read.node.replace_input_with(read.index, self._with_sizes(read, caches))
+        used = {value for node in nodes for value in (*node.inputs, *self._reads[node])}
+        inputs = [value for value in self.graph.inputs if value in caches or (value in used and value not in self._layer)]
+        graph = ir.GraphView(
+            [*inputs, *before],
+            outputs,
+            nodes=[node for node in self.graph if node in nodes],
+            initializers=[value for value in self.graph.initializers.values() if value in used],
+            opset_imports=self.graph.opset_imports,
+            name=self.graph.name,
+        ).clone()
         for index, value in enumerate(graph.inputs[len(inputs) :]):
-            value.name = boundary(stage - 1, index)
-        for index in range(len(after)):
-            at = len(outputs) - len(after) + index
-            value = graph.outputs[at]
-            if value.is_graph_input():  # a later stage needs it
-                passed = ir.node("Identity", [value])
+            value.name = boundary(number - 1, index)
+        first = len(outputs) - len(after)
+        for index, value in enumerate(graph.outputs[first:]):
+            if value.is_graph_input():  # only later stages need it
+                passed = ir.Node("", "Identity", [value])
                 passed.outputs[0].type, passed.outputs[0].shape = value.type, value.shape
                 graph.append(passed)
-                graph.outputs[at] = value = passed.outputs[0]
-            value.name = boundary(stage, index)
+                graph.outputs[first + index] = value = passed.outputs[0]
+            value.name = boundary(number, index)
         functions = [each.clone() for each in self.model.functions.values()]
         made = ir.Model(graph, ir_version=self.model.ir_version, functions=functions)
         common.RemoveUnusedFunctionsPass()(made)
         common.RemoveUnusedOpsetsPass()(made)
-        return made
+        return made, nodes
 
-    def _size_reads(self) -> Iterator[_SizeRead]:
-        for node in self.graph:
-            for index, value in enumerate(node.inputs):
-                if value is not None and value.is_graph_input() and (value.name or "").startswith(PAST):
-                    axes = self._axes(node, index)
-                    if axes is not None:
-                        yield _SizeRead(node, index, axes)
+    def _boundary(self, end: int, done: Iterable[ir.Node] = ()) -> list[ir.Value]:
+        caches, later = (self._of(self.graph.inputs, span) for span in (range(end), range(end, self.layers)))
+        early, late = (self._of(self.graph.outputs, span) for span in (range(end), range(end, self.layers)))
+        single = self._heavy & {*self._nodes(early, []), *done}
+        while True:
+            sources = [*caches, *(output for node in self._reads if node in single for output in node.outputs)]
+            found = minimum_cut(self._reads, sources, later, late, _cost)
+            twice = self._heavy & self._nodes([*early, *found], []) & self._nodes(late, found)
+            if twice <= single:
+                return found
+            single |= twice
 
-    def _axes(self, node: ir.Node, index: int) -> slice | None:
-        """Return the axes of an input whose sizes are all that a node reads of it, or None."""
-        if node.op_type == "Shape":
-            return slice(node.attributes.get_int("start", 0), node.attributes.get_int("end", None))
-        function = self.model.functions.get(node.op_identifier())
-        if function is None:
-            return None
-        uses = {self._axes_of(use.node) for use in function.inputs[index].uses()}
-        found = uses.pop() if len(uses) == 1 else None
-        return None if found is None else slice(*found)
+    def _of(self, values: Iterable[ir.Value], span: range) -> list[ir.Value]:
+        return [value for value in values if self._layer.get(value) in span]
 
-    def _axes_of(self, node: ir.Node) -> tuple[int, int | None] | None:
-        axes = self._axes(node, 0) if node.op_type == "Shape" else None
-        return None if axes is None else (axes.start, axes.stop)
+    def _nodes(self, outputs: Iterable[ir.Value], given: Iterable[ir.Value]) -> set[ir.Node]:
+        """Return the nodes that compute `outputs` from `given` and the inputs of the graph."""
+        found, known, waiting = set[ir.Node](), {*given}, [*outputs]
+        while waiting:
+            value = waiting.pop()
+            node = value.producer()
+            if node is not None and node not in found and value not in known:
+                found.add(node)
+                waiting += self._reads[node]
+        return found
 
-    def _layers(self) -> dict[str, int]:
-        """Return the layer of each cache, by the names of its input and output.
-
-        A layer follows all whose caches its own depends on. Attention and a recurrence side by side are one layer.
-        """
-        parts = dict[tuple[str, str], int]()
-        for value in self.graph.inputs:
-            if part := _cache(value):
-                parts.setdefault(part, len(parts))
-        masks = {value: 1 << parts[part] for value in self.graph.inputs if (part := _cache(value))}
-        for node in self.graph:
-            mask = 0
-            for value in self.reads[node]:
-                mask |= masks.get(value, 0)
-            masks |= dict.fromkeys(node.outputs, mask)
-        before = [0] * len(parts)
-        for value in self.graph.outputs:
-            if part := _cache(value):
-                before[parts[part]] |= masks[value] & ~(1 << parts[part])
-        level = [0] * len(parts)
-        for index in sorted(range(len(parts)), key=lambda each: before[each].bit_count()):
-            level[index] = max((level[each] + 1 for each in range(len(parts)) if before[index] >> each & 1), default=0)
-        return {
-            value.name or "": level[parts[part]]
-            for value in [*self.graph.inputs, *self.graph.outputs]
-            if (part := _cache(value))
-        }
-
-    def _heavy_nodes(self) -> set[ir.Node]:
-        """Return the nodes that read large weights and something else."""
-        size = {value: value.const_value.nbytes for value in self.graph.initializers.values() if value.const_value is not None}
-        heavy = set[ir.Node]()
-        for node in self.graph:
-            weights = [size[value] for value in self.reads[node] if value in size]
-            if len(weights) == len(self.reads[node]):
-                size |= dict.fromkeys(node.outputs, max(weights, default=0))
-            elif max(weights, default=0) > HEAVY:
-                heavy.add(node)
-        return heavy
-
-    def _refusal(self, end: int, error: Uncuttable) -> UsageError:
-        read = self.layer_of.get(error.source.name or "")
-        reader = self.layer_of.get(error.sink.name or "")
-        what = "a later layer" if reader is None else f"layer {reader}"
-        return UsageError(
-            f"the target cannot be cut after layer {end - 1}: {what} reads what layer {read} keeps",
-            f"cut before layer {read}, or after the last layer that reads it",
-        )
+    def _with_sizes(self, read: _SizeRead, caches: Iterable[ir.Value]) -> ir.Value:
+        """Return an input of a stage with these caches that has the sizes which a node reads."""
+        wanted = _sizes(read.node.inputs[read.index], read.axes)
+        of_steps = (value for value in self.graph.inputs if value not in self._layer)
+        return next(value for value in (*of_steps, *caches) if _sizes(value, read.axes) == wanted)
 
 
-def _cache(value: ir.Value) -> tuple[str, str] | None:
-    """Return what a cache belongs to: a kind of layer and its index."""
-    match = CACHE.fullmatch(value.name or "")
-    return match and ("attention" if match[2] in ("key", "value") else "recurrent", match[3])
+def _size_reads(model: ir.Model, caches: Iterable[ir.Value]) -> Iterator[_SizeRead]:
+    for cache in caches:
+        for node, index in cache.uses():
+            axes = _axes(node) if node.op_type == "Shape" else None
+            function = model.functions.get(node.op_identifier())
+            if function is not None:
+                uses = [use.node for use in function.inputs[index].uses()]
+                axes = _axes(uses[0]) if len(uses) == 1 and uses[0].op_type == "Shape" else None
+            if axes is not None:
+                yield _SizeRead(node, index, axes)
 
 
-def _reads(graph: ir.Graph, node: ir.Node, sizes: set[tuple[ir.Node, int]]) -> Iterator[ir.Value]:
-    """Yield the values that a node reads, without those of which it reads sizes only."""
+def _axes(shape: ir.Node) -> slice:
+    end = shape.attributes.get("end")
+    return slice(shape.attributes.get_int("start", 0), None if end is None else end.as_int())
+
+
+def _sizes(value: ir.Value | None, axes: slice) -> list[str]:
+    assert value is not None
+    assert value.shape is not None
+    return [str(size) for size in value.shape[axes]]
+
+
+def _read(graph: ir.Graph, node: ir.Node, only_sizes: set[tuple[ir.Node, int]]) -> Iterator[ir.Value]:
+    """Yield the values that a node depends on, also inside of its sub-graphs."""
     for index, value in enumerate(node.inputs):
-        if value is not None and (node, index) not in sizes:
+        if value is not None and (node, index) not in only_sizes:
             yield value
     for attribute in node.attributes.values():
-        for inner in [attribute.as_graph()] if attribute.type == ir.AttributeType.GRAPH else []:
-            for each in ir.traversal.RecursiveGraphIterator(inner):
-                yield from (value for value in each.inputs if value is not None and value.graph is graph)
+        if attribute.type == ir.AttributeType.GRAPH:
+            for inner in attribute.as_graph().all_nodes():
+                yield from (value for value in inner.inputs if value is not None and value.graph is graph)
+
+
+def _heavy(graph: ir.Graph, reads: dict[ir.Node, list[ir.Value]]) -> Iterator[ir.Node]:
+    """Yield the nodes that read large weights and something else."""
+    sizes = {value: tensor.nbytes for value in graph.initializers.values() if (tensor := value.const_value) is not None}
+    for node, values in reads.items():
+        largest = max((sizes[value] for value in values if value in sizes), default=0)
+        if all(value in sizes for value in values):
+            sizes |= dict.fromkeys(node.outputs, largest)
+        elif largest > HEAVY:
+            yield node
 
 
 def _cost(value: ir.Value) -> int | None:
-    """Return what it costs to pass a value to another stage, in bytes a row; None if it may not be passed."""
-    shape, dtype = value.shape, value.dtype
-    if shape is None or dtype is None or sorted(str(each) for each in shape if not isinstance(each, int)) != [BATCH_DIM, ROWS_DIM]:
+    """Return what it costs to pass a value to another stage, in bytes a row; None if it is not of the rows of a step."""
+    if value.shape is None or value.dtype is None:
         return None
-    size = dtype.itemsize
-    for each in shape_of(value):
-        size *= each
-    return COPY + int(size)
-
-
-def _same_sizes(read: _SizeRead, inputs: Iterable[ir.Value]) -> ir.Value:
-    """Return an input of a stage that has the sizes that a node reads."""
-    cache = read.node.inputs[read.index]
-    assert cache is not None and cache.shape is not None
-    wanted = [str(each) for each in cache.shape[read.axes]]
-    return next(each for each in inputs if each.shape is not None and [str(size) for size in each.shape[read.axes]] == wanted)
+    varying = sorted(str(size) for size in value.shape if not isinstance(size, int))
+    return COPY + int(prod(shape_of(value)) * value.dtype.itemsize) if varying == [BATCH_DIM, ROWS_DIM] else None
