@@ -7,6 +7,7 @@ from typing import Any
 import transformers as hf
 
 from outrider.tests.export import recurrent_models
+from outrider.tests.export.tiny_configs import fields_of
 
 COMMON = {
     "vocab_size": 320,
@@ -58,6 +59,11 @@ CONFIGS: dict[str, Any] = {
     ),
     **recurrent_models.CONFIGS,
 }
+IN_FOUR: dict[str, dict[str, Any]] = {  # what these have otherwise, with four layers
+    "Gemma-2": {"layer_types": MIXED_LAYERS * 2},
+    "GPT-OSS": {"layer_types": MIXED_LAYERS * 2},
+    "Bamba": {"attn_layer_indices": [1, 3]},
+}
 # One of each mechanism, of as few layers as it needs: full attention, sliding windows, soft caps, both kinds of layers, learned
 # positions, experts and sinks, scaled rotary embeddings, convolutions, and Mamba-2 beside attention. Gated delta nets with
 # M-RoPE are in tests/runtime/hybrid.
@@ -87,3 +93,11 @@ NOT_BUILT: dict[tuple[str, str], str] = {
 # What OpenVINO does not run, and why.
 NOT_ON_OPENVINO = dict.fromkeys(WRITTEN_OUT, "attention that is written out, as with soft-capped scores")
 NOT_ON_OPENVINO |= dict.fromkeys(recurrent_models.CONFIGS, "recurrent layers")
+
+
+def four_layers(name: str) -> Any:
+    """The configuration of an architecture with four layers, which are of the same kinds in turn."""
+    given = fields_of(CONFIGS[name])
+    counts = {field: 4 for field in ("num_hidden_layers", "n_layer") if field in given}
+    lists = {field: (given[field] * 4)[:4] for field in ("layer_types", "no_rope_layers") if isinstance(given.get(field), list)}
+    return type(CONFIGS[name])(**(given | counts | lists | IN_FOUR.get(name, {})))

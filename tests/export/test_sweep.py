@@ -29,6 +29,7 @@ from outrider.export.checkpoints.source import Source
 from outrider.export.graph.replaced import replaced
 from outrider.export.graph.step_model import trace
 from outrider.export.parity import CHUNKS, Exported, compare, reference
+from outrider.tests.backends.staged import check_stages
 from outrider.tests.export import models_page
 from outrider.tests.export.tiny_configs import another, changed, resolved, shrunk
 from outrider.tests.support import write_checkpoint
@@ -77,7 +78,7 @@ def write(config: Any, folder: Path) -> None:
 
 
 def attempt(kind: type[Any], folder: Path, connection: Connection) -> None:
-    """Send how the exports of two tiny models go, and why."""
+    """Send how the exports of two tiny models go, and why; stages of their graphs must compute the same."""
     hf.logging.set_verbosity_error()
     torch.set_num_threads(1)
     differences = []
@@ -90,6 +91,8 @@ def attempt(kind: type[Any], folder: Path, connection: Connection) -> None:
             return
         try:
             differences.append(export(Source.parse(str(checkpoint))))
+            (checkpoint / "stages").mkdir()
+            check_stages(checkpoint / "fp32.onnx", checkpoint / "stages")
         except OutriderError as error:
             connection.send((REFUSED, of + str(error)))
             return
