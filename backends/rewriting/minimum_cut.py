@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import onnx_ir as ir
 
 UNLIMITED = 1 << 60
-Place = tuple[ir.Value | None, bool]  # a value, before or after the point where it may be cut; None: the source or the sink
-Room = dict[Place, dict[Place, int]]  # how much more may flow from one place to another
-SOURCE: Place = (None, False)
-SINK: Place = (None, True)
+Spot = tuple[ir.Value | None, bool]  # a value, before or after the point where it may be cut; None: the source or the sink
+Room = dict[Spot, dict[Spot, int]]  # how much more may flow from one place to another
+SOURCE: Spot = (None, False)
+SINK: Spot = (None, True)
 
 
 class Uncuttable(Exception):
@@ -49,7 +49,7 @@ def minimum_cut(
     ordered, after = dict.fromkeys(sources), {*late}
     room: Room = defaultdict(dict)
 
-    def connect(begin: Place, end: Place, most: int = UNLIMITED) -> None:
+    def connect(begin: Spot, end: Spot, most: int = UNLIMITED) -> None:
         room[begin][end] = most
         room[end].setdefault(begin, 0)
 
@@ -85,7 +85,7 @@ def minimum_cut(
     return [value for value in ordered if (value, False) not in behind and (value, True) in behind]
 
 
-def _path(room: Room) -> list[tuple[Place, Place]]:
+def _path(room: Room) -> list[tuple[Spot, Spot]]:
     """Return the steps of a shortest path with room from the source to the sink, or nothing."""
     came, waiting = {SOURCE: SOURCE}, deque([SOURCE])
     while waiting and SINK not in came:
@@ -94,14 +94,14 @@ def _path(room: Room) -> list[tuple[Place, Place]]:
             if left > 0 and following not in came:
                 came[following] = place
                 waiting.append(following)
-    steps, place = list[tuple[Place, Place]](), SINK
+    steps, place = list[tuple[Spot, Spot]](), SINK
     while came.get(place, place) != place:
         steps.append((came[place], place))
         place = came[place]
     return steps[::-1]
 
 
-def _reaching(room: Room) -> set[Place]:
+def _reaching(room: Room) -> set[Spot]:
     """Return the places with room on a path to the sink."""
     found, waiting = {SINK}, [SINK]
     while waiting:

@@ -63,7 +63,7 @@ def cut(model: ir.Model, ends: Sequence[int]) -> list[ir.Model]:
     stages, done = list[ir.Model](), set[ir.Node]()
     before, begin = list[ir.Value](), 0
     for stage, end in enumerate(ends):
-        after = whole.boundary(end, done) if end < whole.layers else []
+        after = whole.crossing(end, done) if end < whole.layers else []
         made, nodes = whole.stage(stage, range(begin, end), before, after)
         stages.append(made)
         done |= nodes
@@ -75,7 +75,7 @@ class _SizeRead(NamedTuple):
     """A node that reads only sizes of a cache."""
 
     node: ir.Node
-    index: int  # of the cache among its inputs
+    place: int  # of the cache among its inputs
     axes: slice
 
 
@@ -86,7 +86,7 @@ class _StepGraph:
         self.model, self.graph = model, model.graph
         caches = [value for value in self.graph.inputs if (value.name or "").startswith("past_")]
         self._size_reads = [*_size_reads(model, caches)]
-        only_sizes = {(read.node, read.index) for read in self._size_reads}
+        only_sizes = {(read.node, read.place) for read in self._size_reads}
         self._reads = {node: [*_read(self.graph, node, only_sizes)] for node in self.graph}
         of_caches = layers_of(self.graph, self._reads)
         self.layers = max(of_caches.values()) + 1
@@ -94,19 +94,21 @@ class _StepGraph:
         self._layer = {value: of_caches.get(value, self.layers - 1) for value in (*caches, *self.graph.outputs)}
         self._heavy = {*_heavy(self.graph, self._reads)}
 
-    def boundary(self, end: int, done: Iterable[ir.Node] = ()) -> list[ir.Value]:
+    def crossing(self, end: int, done: Iterable[ir.Node] = ()) -> list[ir.Value]:
         """Return the values that pass the cut after the first `end` layers, in order; `done` are nodes of earlier stages.
 
         Raises:
             UsageError: a later layer reads the cache of an earlier one.
         """
         try:
-            return self._boundary(end, done)
+            return self._crossing(end, done)
         except Uncuttable as error:
-            others = ", ".join(map(str, self.possible_ends()))
+            others, layer = ", ".join(map(str, self.possible_ends())), self._layer.get(error.source)
+            what = (
+                f"{error.source.name}, which is not of its rows" if layer is None else f"the cache of layer {layer} (from 0 on)"
+            )
             raise UsageError(
-                f"no stage of the target can end after {end} layers: a later layer reads the cache of layer "
-                f"{self._layer[error.source]}, counted from 0",
+                f"no stage of the target can end after {end} layers: a later layer reads {what}",
                 f"let it end after another number of layers: {others}" if others else "build the target without stages",
             ) from None
 
@@ -114,7 +116,7 @@ class _StepGraph:
         """Yield after how many layers there may be a cut."""
         for end in range(1, self.layers):
             try:
-                self._boundary(end)
+                self._crossing(end)
             except Uncuttable:
                 continue
             yield end
@@ -133,7 +135,7 @@ class _StepGraph:
         nodes = self._nodes(outputs, before)
         for read in self._size_reads:
             if read.node in nodes:
-                read.node.replace_input_with(read.index, self._with_sizes(read, caches))
+                read.node.replace_input_with(read.place, self._with_sizes(read, caches))
         used = {value for node in nodes for value in (*node.inputs, *self._reads[node])}
         inputs = [value for value in self.graph.inputs if value in caches or (value in used and value not in self._layer)]
         graph = ir.GraphView(
@@ -156,11 +158,11 @@ class _StepGraph:
             value.name = boundary(number, index)
         functions = [each.clone() for each in self.model.functions.values()]
         made = ir.Model(graph, ir_version=self.model.ir_version, functions=functions)
-        common.RemoveUnusedFunctionsPass()(made)
+        common.RemoveUnusedFunctionsPass()(made)  # type: ignore[no-untyped-call]
         common.RemoveUnusedOpsetsPass()(made)
         return made, nodes
 
-    def _boundary(self, end: int, done: Iterable[ir.Node] = ()) -> list[ir.Value]:
+    def _crossing(self, end: int, done: Iterable[ir.Node] = ()) -> list[ir.Value]:
         caches, later = (self._of(self.graph.inputs, span) for span in (range(end), range(end, self.layers)))
         early, late = (self._of(self.graph.outputs, span) for span in (range(end), range(end, self.layers)))
         single = self._heavy & {*self._nodes(early, []), *done}
@@ -188,7 +190,7 @@ class _StepGraph:
 
     def _with_sizes(self, read: _SizeRead, caches: Iterable[ir.Value]) -> ir.Value:
         """Return an input of a stage with these caches that has the sizes which a node reads."""
-        wanted = _sizes(read.node.inputs[read.index], read.axes)
+        wanted = _sizes(read.node.inputs[read.place], read.axes)
         of_steps = (value for value in self.graph.inputs if value not in self._layer)
         return next(value for value in (*of_steps, *caches) if _sizes(value, read.axes) == wanted)
 

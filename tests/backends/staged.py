@@ -48,8 +48,8 @@ def check_stages(
         shutil.copy(file, folder)
     model = ir.load(folder / graph.name)
     if not cuts:
-        *ends, last = possible_ends(model)
-        cuts = [*([end, last] for end in ends), [*ends, last]]
+        *before, last = possible_ends(model)
+        cuts = [*([end, last] for end in before), [*before, last]]
     whole = _session(folder / graph.name)
     want = _results([whole], whole)
     made = []

@@ -110,20 +110,23 @@ step (int64[batch, rows] input_ids, int64[batch] positions, {past}) => (float[ba
 LAYER = """
   k_{0} = Unsqueeze (x_{0}, one)
   present_key_{0} = TensorScatter <axis: int = -2> (past_key_{0}, k_{0}, positions)
-  sum_{0} = ReduceSum <keepdims: int = 0> (present_key_{0}, two)
+  sum_{0} = ReduceSum <keepdims: int = 0> ({2}_key_{0}, two)
   bounded_{0} = Tanh (sum_{0})
   {1} = Add (x_{0}, bounded_{0})
 """
 
 
-def toy(folder: Path, last: str, after_first: str = "") -> Path:
-    """The graph of three such layers, with the nodes `after_first` behind the first one and `last` at the end."""
+def toy(folder: Path, last: str, after_first: str = "", reads: str = "present") -> Path:
+    """The graph of three such layers, with the nodes `after_first` behind the first one and `last` at the end.
+
+    Layers may read their caches as they are before the step: the `past` ones.
+    """
     caches = {
         kind: ", ".join(f"float[batch, 1, capacity, 64] {kind}_key_{at}" for at in range(3)) for kind in ("past", "present")
     }
     streams = ", ".join(f"float[batch, rows, 64] {name}" for name in ("x_0", "x_1", "x_2", "x_3", "z"))
-    first = LAYER.format(0, "x_1" if not after_first else "y")
-    nodes = first + after_first + "".join(LAYER.format(at, f"x_{at + 1}") for at in (1, 2))
+    first = LAYER.format(0, "x_1" if not after_first else "y", reads)
+    nodes = first + after_first + "".join(LAYER.format(at, f"x_{at + 1}", reads) for at in (1, 2))
     model = parse_model(TOY.format(**caches, streams=streams, layers=nodes, last=last))
     for name in ("table", "other"):
         table = np.random.default_rng(len(name)).standard_normal((64, 64)).astype(np.float32)
@@ -169,8 +172,9 @@ def test_what_no_key_needs_is_computed_once(tmp_path: Path) -> None:
         assert ["other" in stage.graph.initializers for stage in stages] == [True, *[False] * (len(stages) - 1)]
 
 
-def test_a_cut_between_a_cache_and_a_later_layer_that_reads_it_is_refused(tmp_path: Path) -> None:
-    model = ir.load(toy(tmp_path, KEYS_AGAIN))
+@pytest.mark.parametrize("reads", ["past", "present"])
+def test_a_cut_between_a_cache_and_a_later_layer_that_reads_it_is_refused(reads: str, tmp_path: Path) -> None:
+    model = ir.load(toy(tmp_path, KEYS_AGAIN, reads=reads))
     assert possible_ends(model) == [1, 3]
     with pytest.raises(UsageError, match="end after 2 layers: a later layer reads the cache of layer 1") as refused:
         cut(model, [1, 2, 3])
