@@ -5,19 +5,37 @@ from __future__ import annotations
 import importlib
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from outrider.bundle.decoding import damaged
 from outrider.bundle.integrity import check_files
-from outrider.bundle.manifest import READS_FEATURES, ROLES, TOKENIZER, Build, Manifest, damaged, graph_files, round_rows
-from outrider.engines.contract import Tensor, recent_rows, step_tensors, window_buckets
+from outrider.bundle.manifest import (
+    READS_FEATURES,
+    ROLES,
+    TOKENIZER,
+    WEIGHTS,
+    Build,
+    Manifest,
+    graph_files,
+    round_rows,
+    step_file,
+)
+from outrider.engines.contract import (
+    PAST_FEATURES,
+    Stage,
+    recent_rows,
+    window_buckets,
+)
 from outrider.engines.device import Cpu, Device, Engine
 from outrider.engines.graph_session import GraphSession
-from outrider.engines.samplers import DRAFT_SAMPLERS, MARKOV, sampler_tensors
-from outrider.engines.session import Session, Sizes
+from outrider.engines.samplers import DRAFT_SAMPLERS, MARKOV
+from outrider.engines.session import Session
+from outrider.engines.sizes import Sizes
+from outrider.engines.staged_session import StagedSession
 from outrider.errors import EngineError, FolderError
 from outrider.progress import Progress
 
@@ -36,13 +54,24 @@ class Engines(ABC):
         self.device = device
 
     @abstractmethod
-    def session(self, role: str, batch: int) -> Session:
-        """Return the model of one of `ROLES` with a fresh cache for `batch` sequences. On a CPU, several threads call this.
+    def model(self, role: str, sizes: Sizes) -> Session:
+        """Return the model of one of `ROLES`, or its stage if `sizes` names one, with a fresh cache. Several threads call this
+        on a CPU.
 
         Raises:
             EngineError: the backend refuses the model, the model does not match the manifest, or the device has no memory for
                 the cache.
         """
+
+    def session(self, role: str, batch: int) -> Session:
+        """Return the model of one of `ROLES` with a fresh cache for `batch` sequences; see `model`."""
+        whole = self.sizes(role, batch)
+        if not (stages := self.build.stages_of(role)):
+            return self.model(role, whole)
+        sizes = [
+            replace(whole, stage=stage, features=whole.features if PAST_FEATURES in stage.inputs else None) for stage in stages
+        ]
+        return StagedSession([self.model(role, each) for each in sizes], sizes, whole)
 
     def sessions(self, batch: int) -> dict[str, Session]:
         """Return a session for every model, by role. On a CPU they load in parallel, because kernels use one thread to reorder
@@ -97,16 +126,16 @@ class GraphEngines(Engines):
     """Engines whose step models are graphs over bound buffers, which all use `GraphSession`."""
 
     @abstractmethod
-    def step_model(self, role: str) -> Engine:
-        """Return the graph of one of `ROLES`.
+    def step_model(self, role: str, stage: Stage | None = None) -> Engine:
+        """Return the graph of one of `ROLES`, or of its stage.
 
         Raises:
             EngineError: the backend refuses it, or it does not match the manifest.
         """
 
-    def session(self, role: str, batch: int) -> GraphSession:
-        precision = self.manifest.models[role].precision
-        return GraphSession(self.device, self.step_model(role), precision, self.sizes(role, batch))
+    def model(self, role: str, sizes: Sizes) -> Session:
+        engine = self.step_model(role) if sizes.stage is None else self.step_model(role, sizes.stage)
+        return GraphSession(self.device, engine, self.manifest.models[role].precision, sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +167,7 @@ class BuildSpec:
     max_prompt_chunk: int
     device: str | None = None  # one of the backend's `devices`
     options: Mapping[str, Any] = field(default_factory=dict)  # the given ones of the backend's `options`
+    ends: Sequence[int] = ()  # of the target's stages, each as a number of layers; empty if it is not cut
 
     def result(self, backend: Backend, version: str, device: str, **fields: Any) -> Build:
         """Return the manifest's `Build`, without measurements.
@@ -158,6 +188,18 @@ class BuildSpec:
             windows=window_buckets(self.capacity),
             **fields,
         )
+
+    def stages(self, device: str) -> list[Stage]:
+        """Return the stages of the target for a device; empty if it is not cut.
+
+        Raises:
+            UsageError: the target cannot be cut there.
+        """
+        if not self.ends:
+            return []
+        from outrider.backends.rewriting.parts import stages_of
+
+        return stages_of(self.source, self.ends, device)
 
     def copy_except(self, engines: Iterable[str], folder: Path, progress: Progress, *, growth: int = 1) -> None:
         """Check every file of the export, and copy into `folder` all but the files of these `ENGINES`.
@@ -196,6 +238,7 @@ class Backend(ABC):
     extra: str | None = None  # outrider's extra that installs the backend's package
     devices: tuple[str, ...] = ()  # the values of `--device` for building and calibrating
     options: tuple[Option, ...] = ()  # its options of `build-engine`
+    cuts = False  # whether it builds and runs targets that are cut into stages
     requires_costs = True  # False if a bundle may be built on a machine that cannot run it, and calibrated later
 
     @abstractmethod
@@ -234,7 +277,9 @@ class Backend(ABC):
         Raises:
             FolderError: something is missing.
         """
-        required = {TOKENIZER, *(file for name in manifest.engines for file in self.engine_files(name))}
+        whole = [name for name in manifest.engines if not build.stages_of(name)]
+        required = {TOKENIZER, *(file for name in whole for file in self.engine_files(name))}
+        required |= {each for stage in build.stages for path in [step_file("target", stage)] for each in (path, path + WEIGHTS)}
         if missing := sorted(required - manifest.files.keys()):
             raise damaged(f"it does not list {missing[0]}")
         if build.costs or self.requires_costs:
@@ -263,29 +308,6 @@ def required_rows(name: str, build: Build) -> set[int]:
     if name in (*DRAFT_SAMPLERS, MARKOV):
         return {1}
     return {*round_rows(name, build.k)} if name in ROLES else {1, *(k + 1 for k in build.k)}
-
-
-def engine_tensors(manifest: Manifest, name: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the inputs and outputs, in order, of one of `ENGINES`."""
-    if name in ROLES:
-        model = manifest.models[name]
-        sizes = model.layers, model.vocab_rows, model.precision, model.features
-        return step_tensors(*sizes, name in READS_FEATURES, model.block_state, model.recurrent)
-    return sampler_tensors(name, manifest.vocab_rows, manifest.block_state)
-
-
-def check_tensors(path: Path, actual: Mapping[str, object], expected: Mapping[str, object]) -> None:
-    """Check that an engine has the expected tensors, by name.
-
-    Raises:
-        EngineError: one is missing, unexpected, or of another type or shape.
-    """
-    for name in sorted(expected.keys() | actual.keys()):
-        if expected.get(name) != actual.get(name):
-            raise EngineError(
-                f"{path} is not the engine that the manifest describes: {name} is {actual.get(name)}, not {expected.get(name)}",
-                "make the bundle again: outrider export, then outrider build-engine",
-            )
 
 
 def import_package(module: str, extra: str) -> Any:

@@ -40,7 +40,7 @@ def alike(engines: Engines, export: Path, manifest: Manifest) -> tuple[Engines, 
     import_package("onnxruntime", EXTRA)
     from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
 
-    plain = msgspec.structs.replace(engines.build, backend="onnxruntime", device="cpu", rewrites={})
+    plain = msgspec.structs.replace(engines.build, backend="onnxruntime", device="cpu", rewrites={}, stages=[])
     reference, ours = OnnxRuntimeEngines(export, manifest, plain, Cpu()), engines.unrounded()
     theirs = reference.unrounded()
     return (engines, reference, False) if ours is None or theirs is None else (ours, theirs, True)

@@ -16,6 +16,7 @@ from outrider.backends.open import open_bundle, open_engines
 from outrider.builder.acceptance import measure_acceptance
 from outrider.builder.defaults import backends, longest
 from outrider.builder.passes import measure
+from outrider.builder.stages import ends_of
 from outrider.bundle.folder import digest_all, read_manifest, staged, write_whole
 from outrider.bundle.integrity import unchanged
 from outrider.bundle.manifest import MANIFEST, Build, Manifest
@@ -42,6 +43,7 @@ def build_engine(
     max_prompt_chunk: int | None = None,
     device: str | None = None,
     options: Mapping[str, Any] | None = None,
+    stages: str | None = None,
     measured: Build | None = None,
     progress: Progress = SILENT,
 ) -> Manifest:
@@ -56,6 +58,7 @@ def build_engine(
         max_prompt_chunk: maximum number of prompt tokens per pass; None is 64, or the capacity if that is less.
         device: where to measure, one of the backend's `devices`; None is the backend's default.
         options: values for the backend's `options`, by name.
+        stages: into how many stages to cut the target, or the layers of each, such as "0-13,14-27"; None does not cut it.
         measured: a build to take costs and acceptance from, so that no engine runs; None measures here.
 
     Raises:
@@ -71,6 +74,9 @@ def build_engine(
     *preferred, last = _backends(backend, manifest, device)
     spec = BuildSpec(source, manifest, output, sorted(set(k)), capacity, batch, max_prompt_chunk, device, options)
     _check_sizes(spec)
+    if stages is not None:
+        _check_cuts([*preferred, last])
+        spec = replace(spec, ends=ends_of(stages, source))
     if measured is not None:
         _check_measured(measured, spec)
     for role, model in manifest.models.items():
@@ -178,6 +184,13 @@ def _check_options(backend: Backend, options: Mapping[str, Any]) -> None:
             f"{flag} does not apply to the backend {backend.name}",
             f"leave it out; it is for {' and '.join(owners)}" if owners else "leave it out; no backend has it",
         )
+
+
+def _check_cuts(backends: list[Backend]) -> None:
+    """Raise `UsageError` if none of these backends runs targets in stages."""
+    if not any(backend.cuts for backend in backends):
+        able = " or ".join(name for name in registry.names() if registry.get(name).cuts)
+        raise UsageError(f"the backend {backends[-1].name} runs no stages", f"leave --stages out, or use --backend {able}")
 
 
 def _check_device(backend: Backend, device: str | None) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from outrider.bundle.manifest import READS_FEATURES, Manifest, Model
-from outrider.engines.contract import cache_tensors, recent_rows
+from outrider.engines.contract import Stage, cache_tensors, recent_rows
 from outrider.engines.device import Cpu
 from outrider.engines.precisions import DTYPES, PRECISIONS
 from outrider.engines.session import SNAPSHOTS
@@ -59,12 +59,16 @@ def _has_avx512() -> bool:
     return any(name == "X86_V4" or name.startswith("AVX512") for name in found)
 
 
-def cache_bytes(model: Model, capacity: int, k: list[int], *, reads_features: bool) -> tuple[int, int]:
-    """Return the bytes of one sequence's cache: those that grow with the capacity, and those of recurrent states and their
-    snapshots. The target's features count as part of its cache."""
+def cache_bytes(
+    model: Model, capacity: int, k: list[int], *, reads_features: bool, stage: Stage | None = None
+) -> tuple[int, int]:
+    """Return the bytes of one sequence's cache, or of a stage's part of it: those that grow with the capacity, and those of
+    recurrent states and their snapshots. The target's features count as part of its cache."""
     sizes = {True: 0, False: 0}
     features = None if reads_features else model.features
     for tensor in cache_tensors(model.layers, features, model.recurrent):
+        if stage is not None and tensor.past not in stage.inputs:
+            continue
         dtype = DTYPES[tensor.dtype or PRECISIONS[model.precision].dtype]
         shape = tensor.sizes(capacity, recent_rows(model.recurrent, k[-1]))
         copies = 1 if tensor.positional else 1 + SNAPSHOTS

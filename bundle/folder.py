@@ -14,7 +14,8 @@ from pathlib import Path, PurePosixPath
 
 import filelock
 
-from outrider.bundle.manifest import MANIFEST, FileEntry, Manifest, decode_manifest
+from outrider.bundle.decoding import decode_manifest
+from outrider.bundle.manifest import MANIFEST, FileEntry, Manifest
 from outrider.errors import FolderError
 from outrider.progress import SILENT, Progress
 

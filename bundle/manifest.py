@@ -10,10 +10,8 @@ from typing import Annotated
 
 import msgspec
 
-from outrider.engines.contract import CONTRACT_VERSION, RecurrentLayer, step_rows, window_buckets
-from outrider.engines.precisions import PRECISIONS
+from outrider.engines.contract import RecurrentLayer, Stage, step_rows
 from outrider.engines.samplers import DRAFT_SAMPLERS, MARKOV, SAMPLERS
-from outrider.errors import FolderError
 
 SCHEMA_VERSION = 5
 MANIFEST = "manifest.json"
@@ -42,6 +40,11 @@ def model_file(role: str) -> str:
     A head is in the target's folder, because it may use weights from the target's file.
     """
     return f"target/{role}.onnx" if role in READS_FEATURES else f"{role}/model.onnx"
+
+
+def step_file(role: str, stage: Stage | None = None) -> str:
+    """Return the path of a role's graph in a bundle, or of its stage's. Stages are side by side, to share weights."""
+    return model_file(role) if stage is None else "{}/layers-{}-{}.onnx".format(role, *stage.layers)
 
 
 def round_rows(role: str, k: list[int]) -> list[int]:
@@ -167,6 +170,7 @@ class Build(Struct, frozen=True):
     costs: dict[str, list[Cost]] = {}  # by engine; empty if they were not measured
     # By drafter, the share of the target's greedy tokens that it would have drafted, over prompts that ship with outrider.
     acceptance: dict[str, Share] = {}  # empty if it was not measured
+    stages: list[Stage] = []  # of the target, in order; empty if it is not cut
     # The other fields are for single backends: the first for ONNX Runtime and OpenVINO, the others for TensorRT.
     rewrites: dict[str, dict[str, int]] = {}  # role -> rewrite -> how often it was applied; empty for exported graphs
     compute_capabilities: list[str] = []  # such as 8.9, that the engines run on; if empty, the plans decide
@@ -178,6 +182,15 @@ class Build(Struct, frozen=True):
         """Return how many costs were timed, and how many were fitted to them."""
         runs = [cost.runs for costs in self.costs.values() for cost in costs]
         return len(runs) - runs.count(0), runs.count(0)
+
+    def stages_of(self, role: str) -> list[Stage]:
+        """Return the stages of one of `ROLES`; empty if it is not cut."""
+        return self.stages if role == "target" else []
+
+    def files(self, role: str) -> dict[str, Stage | None]:
+        """Return the graphs of one of `ROLES`, by path, in the order in which they run, each with its stage."""
+        stages: list[Stage | None] = [*self.stages_of(role)]
+        return {step_file(role, stage): stage for stage in stages or [None]}
 
     def rows(self, engine: str) -> list[tuple[int, int]]:
         """Return the minimum and maximum rows of a pass, for each profile of one of `ENGINES`."""
@@ -227,81 +240,3 @@ class Manifest(Struct, frozen=True):
     def encode(self) -> bytes:
         """Return indented JSON."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
-
-
-class _Versions(msgspec.Struct):
-    """The only fields whose meaning must never change."""
-
-    schema_version: int
-    contract_version: int = CONTRACT_VERSION
-
-
-def damaged(reason: str) -> FolderError:
-    """Return the error for a manifest with impossible contents."""
-    return FolderError(f"{MANIFEST} is damaged: {' '.join(reason.split())}", REMAKE)
-
-
-def decode_manifest(data: bytes) -> Manifest:
-    """Parse a manifest, and check everything that does not depend on the backend. `Backend.check` checks the rest.
-
-    Raises:
-        FolderError: it is not JSON, has another schema or contract version, or has missing, unknown or wrong fields.
-    """
-    try:
-        versions = msgspec.json.decode(data, type=_Versions)
-        if versions.schema_version > SCHEMA_VERSION or versions.contract_version > CONTRACT_VERSION:
-            raise FolderError(
-                f"{MANIFEST} has schema {versions.schema_version} and contract {versions.contract_version}; this outrider"
-                f" reads up to {SCHEMA_VERSION} and {CONTRACT_VERSION}",
-                "upgrade outrider, or make the folder again with this one",
-            )
-        if versions.schema_version < SCHEMA_VERSION or versions.contract_version < CONTRACT_VERSION:
-            raise FolderError(f"{MANIFEST} was written by an older outrider, and its engines have another contract", REMAKE)
-        manifest = msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # a ValidationError is a DecodeError
-        raise damaged(str(error)) from error
-    _check(manifest)
-    return manifest
-
-
-def _check(manifest: Manifest) -> None:
-    """Raise `FolderError` for contents that the types allow, but that are impossible."""
-    if not {"target"} <= set(manifest.models) <= set(ROLES):
-        raise damaged(f"its models are {sorted(manifest.models)}; it must have a target, and may have {', '.join(ROLES[1:])}")
-    features = {role: model.features for role, model in manifest.models.items() if model.features is not None}
-    heads = [role for role in READS_FEATURES if role in manifest.models]
-    if features.keys() != ({"target", *heads} if heads else set()) or len({*features.values()}) > 1 or len(heads) > 1:
-        raise damaged("target and head disagree on features - at `$.models`")
-    for role, model in manifest.models.items():
-        if any(min(each) < 0 for each in model.recurrent) or (model.recurrent and role != "target"):
-            raise damaged(f"it has impossible recurrent layers - at `$.models.{role}.recurrent`")
-        if role != "block-head" and (model.block_state, model.from_anchor, model.trained_k) != (None, False, None):
-            raise damaged(f"only a block head has a block - at `$.models.{role}`")
-        if role in READS_FEATURES and (model.mask_token or 0) >= model.vocab_rows:  # a parallel draft may have one token more
-            raise damaged(f"the mask token is not in the vocabulary - at `$.models.{role}.mask_token`")
-        if (model.mask_token is not None) != (role in READS_MASKS):
-            raise damaged(f"only a model that drafts in one pass has a mask token - at `$.models.{role}.mask_token`")
-        if model.precision not in PRECISIONS:
-            raise damaged(f"{model.precision!r} is not one of {', '.join(PRECISIONS)} - at `$.models.{role}.precision`")
-    rows = manifest.vocab_rows
-    if any(model.vocab_rows != rows for model in manifest.models.values()):
-        raise damaged("its models have logits of different widths - at `$.models`")
-    if not all(0 <= token < rows for token in manifest.generation.eos_token_ids):
-        raise damaged("an end-of-text id is not in the vocabulary - at `$.generation.eos_token_ids`")
-    if (build := manifest.build) is not None:
-        _check_build(manifest, build)
-        return
-    required = {TOKENIZER, *(file for name in manifest.engines for file in graph_files(name))}
-    if missing := sorted(required - manifest.files.keys()):
-        raise damaged(f"it does not list {missing[0]}")
-
-
-def _check_build(manifest: Manifest, build: Build) -> None:
-    if any(build.capacity > model.max_positions for model in manifest.models.values() if model.max_positions):
-        raise damaged("its capacity exceeds a model's maximum positions - at `$.build.capacity`")
-    if not build.k or build.k != sorted(set(build.k)):
-        raise damaged("its k are not in ascending order - at `$.build.k`")
-    if build.windows != window_buckets(build.capacity):
-        raise damaged("its windows do not match its capacity - at `$.build.windows`")
-    if build.capacity < max(build.k[-1] + 2, build.max_prompt_chunk):
-        raise damaged("its capacity is too small for its k or prompt chunk - at `$.build.capacity`")

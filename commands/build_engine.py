@@ -98,6 +98,13 @@ def _backend_options(command: Any) -> Any:
     help=f"{' and '.join(DEVICES)} only: the device to measure on, and to run on by default.  [default: cpu]",
 )
 @click.option(
+    "--stages",
+    cls=GroupedOption,
+    group=ENGINES,
+    metavar="NUMBER|LAYERS",
+    help="Cut the target into this many stages of about equal size, or into these layers: 0-13,14-27.",
+)
+@click.option(
     "--costs",
     cls=GroupedOption,
     group=ENGINES,
@@ -117,6 +124,7 @@ def command(
     batch: int,
     max_prompt_chunk: int | None,
     device: str | None,
+    stages: str | None,
     costs: Path | None,
     as_json: bool,
     **options: Any,
@@ -139,6 +147,7 @@ def command(
             batch=batch,
             max_prompt_chunk=max_prompt_chunk,
             device=device,
+            stages=stages,
             options={name: value for name, value in options.items() if value is not None},
             measured=measured,
             progress=progress,

@@ -220,6 +220,7 @@ def _slot(model: Model, build: Build, reads_features: bool) -> str:
 
 def _add_build(table: Any, manifest: Manifest, build: Build) -> None:
     from outrider.backends import registry
+    from outrider.builder.defaults import cache_bytes
     from outrider.bundle.manifest import READS_FEATURES
 
     table.add_row("backend", f"{build.backend} {build.backend_version}, {build.device}")
@@ -227,6 +228,10 @@ def _add_build(table: Any, manifest: Manifest, build: Build) -> None:
     table.add_row("capacity, batch", f"{build.capacity}, {build.batch}")
     slots = (_slot(manifest.models[role], build, role in READS_FEATURES) for role in manifest.roles)
     table.add_row("cache per sequence", *slots)
+    for number, stage in enumerate(build.stages, 1):
+        cache = sum(cache_bytes(manifest.models["target"], build.capacity, build.k, reads_features=False, stage=stage))
+        cell = f"{stage.bytes:,} bytes of weights, {cache:,} bytes of cache per sequence"
+        table.add_row("stage {}, layers {}-{}".format(number, *stage.layers), cell)
     table.add_row("max prompt chunk", str(build.max_prompt_chunk))
     table.add_row("windows", ", ".join(str(window) for window in build.windows))
     if build.acceptance:

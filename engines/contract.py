@@ -65,6 +65,7 @@ LOGITS = "logits"
 BLOCK_STATE = "block_state"
 CONTEXT = -1  # in `input_ids` of a block head: the row is part of the context
 LOGITS_ROWS = "logits_rows"
+BOUNDARY = "boundary."  # with which the names of what stages pass on begin
 
 BATCH_DIM = "batch"
 ROWS_DIM = "rows"
@@ -89,6 +90,17 @@ class Tensor:
     name: str
     dtype: str
     shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Consecutive layers of a step model as a graph of their own, with tensors under the names that they have in the whole."""
+
+    layers: tuple[int, int]  # the first and the last
+    bytes: int  # of its weights, as exported
+    inputs: list[str]  # those of the whole model's inputs that it has
+    takes: list[Tensor]  # what the stage before gives; the first takes nothing
+    gives: list[Tensor]  # the last gives only logits
 
 
 def sized(shape: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int, ...]:

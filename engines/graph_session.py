@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from outrider.engines.arrays import Floats
 from outrider.engines.contract import (
+    BATCH_DIM,
     BLOCK_STATE,
     COMMITTED,
     FEATURE_POSITIONS,
@@ -21,14 +22,15 @@ from outrider.engines.contract import (
     PAST_FEATURES,
     PENDING,
     POSITIONS,
-    cache_tensors,
+    ROWS_DIM,
+    WINDOW_DIM,
+    sized,
 )
 from outrider.engines.device import Buffer, Device, Engine, Launch, in_sequence
 from outrider.engines.precisions import DTYPES, PRECISIONS
-from outrider.engines.session import SNAPSHOTS, Pass, Session, Sizes, check_memory
+from outrider.engines.session import SNAPSHOTS, Pass, Session
+from outrider.engines.sizes import Sizes, check_memory
 from outrider.errors import EngineError
-
-LONE_RUNS = 16  # of a row, to find out whether they are equal: on an H100, 4 of 5 sessions varied within 4
 
 
 class GraphSession(Session):
@@ -43,7 +45,7 @@ class GraphSession(Session):
         Raises:
             EngineError: the device has no memory for the buffers, or cannot align the slots of the cache.
         """
-        self._tensors = cache_tensors(sizes.layers, sizes.features, sizes.recurrent)
+        self._tensors = sizes.tensors
         dtype, slots = PRECISIONS[precision].dtype, sizes.capacity + engine.spare_slots
         layout = {
             tensor.past: ((sizes.batch, *tensor.sizes(slots, sizes.recent)), tensor.dtype or dtype) for tensor in self._tensors
@@ -64,6 +66,7 @@ class GraphSession(Session):
         if sizes.reads_features:
             self._cache.pop(PAST_FEATURES)  # the target's session clears and copies them
         super().__init__(device, sizes)
+        self._boundary = [] if sizes.stage is None else [*sizes.stage.takes, *sizes.stage.gives]
         self._block_state: Buffer | None = None
         if sizes.block_state is not None:
             shape = sizes.batch * sizes.max_rows, sizes.block_state
@@ -89,38 +92,7 @@ class GraphSession(Session):
                 else "build the bundle again with --batch 1: the size of a recurrent state does not depend on the capacity",
             )
 
-    def lone_rows_differ(self) -> bool:
-        """Return whether a row's bits are different alone than beside another row. Clears the first slot.
-
-        ONNX Runtime's 4-bit products do so on a processor with only AVX2. Tokens would then depend on whether they are decoded
-        alone or verified with others.
-
-        Raises:
-            EngineError: the backend failed.
-        """
-        row = self.run(np.array([[1, 2]]), np.array([0]))[0, 0].copy()
-        differ = bool((self.run(np.array([[1]]), np.array([0]))[0, 0] != row).any())
-        self.clear(0)
-        return differ
-
-    def lone_rows_vary(self) -> bool:
-        """Return whether the result of a row alone varies from run to run. Clears the first slot.
-
-        ONNX Runtime's fp16 products of one row do so on an H100 if they are as long as a 7B model's. Tokens near a tie would
-        then differ from run to run, and no replay of a recorded pass would equal the pass.
-
-        Raises:
-            EngineError: the backend failed.
-        """
-        runs = set()
-        for _ in range(LONE_RUNS):
-            self.unbind()  # a pass that is bound again is not recorded
-            runs.add(self.run(np.array([[1]]), np.array([0])).tobytes())
-        self.clear(0)
-        return len(runs) > 1
-
     def pair_lone_rows(self) -> None:
-        """From now on, run a second row with every single row."""
         self._fewest_rows = 2
         self.unbind()
 
@@ -142,6 +114,8 @@ class GraphSession(Session):
         count, rows = buffers.input_ids.shape
         if self._block_state is not None:
             tensors[BLOCK_STATE] = self.block_state(count, rows)
+        names = {BATCH_DIM: count, ROWS_DIM: rows, WINDOW_DIM: buffers.window}
+        tensors |= {each.name: buffers.boundary[each.name].part(0, *sized(each.shape, names)) for each in self._boundary}
         copies: list[Launch] = []
         for tensor in self._tensors:  # past and present are the same memory, or the engine would copy the cache
             whole = self._features if tensor.past == PAST_FEATURES else self._cache[tensor.past]
@@ -172,6 +146,7 @@ class GraphSession(Session):
         return self._block_state.part(0, count, rows, self._block_state.shape[1])
 
     def share_features(self, target: Session) -> None:
+        target = target.with_features
         assert isinstance(target, GraphSession)
         self._features = target._cache[PAST_FEATURES]
         self.unbind()

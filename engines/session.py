@@ -2,63 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
 from cachetools import LRUCache
 
 from outrider.engines.arrays import Floats, Int64s
-from outrider.engines.contract import COMMITTED, FEATURE_POSITIONS, INPUT_IDS, PENDING, POSITIONS, RecurrentLayer
+from outrider.engines.contract import COMMITTED, FEATURE_POSITIONS, INPUT_IDS, PENDING, POSITIONS
 from outrider.engines.device import Arena, Buffer, Device, Launch
-from outrider.engines.precisions import DTYPES
 from outrider.engines.recurrence import Recurrence
+from outrider.engines.sizes import Sizes
 from outrider.errors import EngineError
 
 SNAPSHOTS = 2  # of recurrent states, per sequence
 MAX_BOUND = 256  # passes that a session keeps bound: a prompt's last chunk may have any length, in any slot and window
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The sizes of a session and its model."""
-
-    layers: Sequence[tuple[int, int, int]]
-    """(key/value heads, key width, value width) of each layer with attention"""
-    vocab_rows: int
-    """width of the logits"""
-    capacity: int
-    """positions of the cache"""
-    windows: list[int]
-    """the windows of the engine, ascending; the last one is the capacity"""
-    max_rows: int
-    """rows of the longest pass"""
-    batch: int
-    """sequences, each with a slot of the cache"""
-    features: int | None = None
-    """width of the features that the model writes or reads; None if it has none"""
-    reads_features: bool = False
-    """whether the model is a draft head"""
-    mask_token: int = 0
-    """for models that draft in one pass: the token that stands for unknown tokens"""
-    block_state: int | None = None
-    """width of a block head's output for its Markov and confidence heads; None if it has none"""
-    from_anchor: bool = False
-    """for block heads: whether the last confirmed token's row gives the logits of the first drafted token"""
-    recurrent: Sequence[RecurrentLayer] = ()
-    """the recurrent layers"""
-    recent: int = 0
-    """rows that the recurrent layers keep, R of the contract"""
-
-    @property
-    def cache(self) -> str:
-        """The cache in words."""
-        return f"a cache of {self.batch} x {self.capacity:,} positions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +41,8 @@ class Pass:
     """int64 [N], for a draft head: where each sequence's last row writes its output"""
     commits: tuple[Buffer, Buffer] | None = None
     """`pending` and `committed` of a model with recurrent layers, int64 [N], which `Session.advance` writes"""
-
-
-def check_memory(device: Device, sizes: Sizes, layout: Iterable[tuple[tuple[int, ...], str]]) -> None:
-    """Check that a cache fits before it is allocated: systems overcommit memory, and kill the process that uses it.
-
-    Args:
-        layout: shape and type of each tensor of the cache.
-
-    Raises:
-        EngineError: it does not fit.
-    """
-    size = sum(math.prod(shape) * DTYPES[dtype].numpy.itemsize for shape, dtype in layout)
-    if size > (total := device.memory()[1]):
-        raise EngineError(
-            f"no memory for {sizes.cache}: it takes {size:,} bytes, and there are {total:,}",
-            "build with a smaller --capacity or --batch",
-        )
+    boundary: Mapping[str, Buffer] = field(default_factory=dict)
+    """for a stage: memory of what stages give each other, by name, for the largest pass"""
 
 
 class Session(ABC):
@@ -144,6 +91,9 @@ class Session(ABC):
     def bind(self, buffers: Pass) -> Launch:
         """Prepare a pass over the caller's buffers."""
 
+    def pair_lone_rows(self) -> None:  # noqa: B027
+        """From now on, run a second row with every single row. Sessions that always do so need nothing."""
+
     def advance(
         self, first: int, positions: Int64s, rows: int, certain: Sequence[int], pending: Int64s, committed: Int64s
     ) -> None:
@@ -178,6 +128,11 @@ class Session(ABC):
         if self.recurrence is not None:
             for slot, position in enumerate(positions, first):
                 self.recurrence.assume(slot, int(position))
+
+    @property
+    def with_features(self) -> Session:
+        """The session that has a target's features: this one, or one of its stages."""
+        return self
 
     @abstractmethod
     def share_features(self, target: Session) -> None:

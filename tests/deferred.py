@@ -15,6 +15,7 @@ import numpy.typing as npt
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
 from outrider.backends.open import open_bundle
 from outrider.bundle.manifest import Build, Manifest
+from outrider.engines.contract import Stage
 from outrider.engines.device import Buffer, Cpu, Engine, Launch
 from outrider.engines.precisions import DTYPES
 from outrider.errors import EngineError
@@ -121,8 +122,8 @@ class DeferredEngines(OnnxRuntimeEngines):
         super().__init__(folder, manifest, build, Deferred())
         self._most_candidates = max_candidates
 
-    def step_model(self, role: str) -> Engine:
-        return DeferredEngine(super().step_model(role), self.device, None)
+    def step_model(self, role: str, stage: Stage | None = None) -> Engine:
+        return DeferredEngine(super().step_model(role, stage), self.device, None)
 
     def sampler(self, name: str) -> Engine:
         limit = None if name == "logprobs" else self._most_candidates

@@ -22,10 +22,13 @@ class OnnxRuntimeBackend(Backend):
     name = "onnxruntime"
     extra = EXTRA
     devices = ("cpu", "cuda")
+    cuts = True
 
     def build(self, spec: BuildSpec, folder: Path, progress: Progress) -> Build:
         """Copy the export, with fused graphs that compute the same in place of its own; see `Backend.build`."""
-        build = spec.result(self, import_package("onnxruntime", EXTRA).__version__, spec.device or "cpu")
+        version = import_package("onnxruntime", EXTRA).__version__
+        device = spec.device or self.devices[0]
+        build = spec.result(self, version, device, stages=spec.stages(device))
         if build.device == "cpu":
             _check_block(spec.manifest.models["target"])
         spec.copy_except(spec.manifest.roles, folder, progress)

@@ -15,14 +15,16 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from outrider.backends.base import Engines, GraphEngines, check_tensors, engine_tensors
+from outrider.backends.base import Engines, GraphEngines
 from outrider.backends.onnxruntime.cuda_graphs import CudaGraphs
+from outrider.backends.onnxruntime.lone_rows import lone_rows_differ, lone_rows_vary
 from outrider.backends.onnxruntime.package import first_line
-from outrider.bundle.manifest import WEIGHTS, Build, Manifest, model_file, sampler_file
-from outrider.engines.contract import LOGITS, LOGITS_ROWS, Tensor
+from outrider.backends.tensors import check_tensors, engine_tensors
+from outrider.bundle.manifest import WEIGHTS, Build, Manifest, sampler_file, step_file
+from outrider.engines.contract import LOGITS, LOGITS_ROWS, Stage, Tensor
 from outrider.engines.device import Buffer, Cpu, Device, Engine, Launch, host_buffer
-from outrider.engines.graph_session import GraphSession
 from outrider.engines.precisions import DTYPES
+from outrider.engines.session import Session
 from outrider.engines.threads import thread_count
 from outrider.errors import EngineError
 
@@ -133,27 +135,27 @@ class OnnxRuntimeEngines(GraphEngines):
             return None  # fused products always round
         return OnnxRuntimeEngines(self.folder, self.manifest, self.build, self.device, rounds=False)
 
-    def step_model(self, role: str) -> Engine:
+    def step_model(self, role: str, stage: Stage | None = None) -> Engine:
         if self.manifest.models[role].precision == "bf16" and isinstance(self.device, Cpu):
             raise EngineError(
                 "ONNX Runtime has no CPU kernels for bf16",
                 "export again with --precision fp32 or --precision fp16, or use --device cuda",
             )
-        return self._engine(model_file(role), role, self.build.batch)
+        return self._engine(step_file(role, stage), role, self.build.batch, stage)
 
-    def session(self, role: str, batch: int) -> GraphSession:
+    def session(self, role: str, batch: int) -> Session:
         session = super().session(role, batch)
         if role == "target":
             on_cpu, rounded = isinstance(self.device, Cpu), self.manifest.models[role].quantization is not None
-            if (rounded and session.lone_rows_differ()) if on_cpu else session.lone_rows_vary():
+            if (rounded and lone_rows_differ(session)) if on_cpu else lone_rows_vary(session):
                 session.pair_lone_rows()
         return session
 
     def sampler(self, name: str) -> Engine:
         return self._engine(sampler_file(name), name)
 
-    def _engine(self, file: str, name: str, batch: int = 1) -> OnnxRuntimeEngine:
-        inputs, outputs = engine_tensors(self.manifest, name)
+    def _engine(self, file: str, name: str, batch: int = 1, stage: Stage | None = None) -> OnnxRuntimeEngine:
+        inputs, outputs = engine_tensors(self.manifest, name, stage)
         return OnnxRuntimeEngine(self.folder / file, [*inputs, *outputs], self.device, batch, self._rounds)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from outrider.backends.comparison import check_same, passes_of_check
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines, optimize
-from outrider.bundle.manifest import READS_FEATURES, Build, Manifest, graph_files, model_file
+from outrider.bundle.manifest import READS_FEATURES, WEIGHTS, Build, Manifest, graph_files, model_file
 from outrider.engines.device import Cpu
 from outrider.errors import OutriderWarning, reason_of
 from outrider.progress import Progress
@@ -40,19 +42,32 @@ def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, pr
     for role in manifest.roles:
         if counts.get(role):
             continue
-        if counts.get("target") and role in READS_FEATURES:  # it uses weights of the exported target, which is not copied
+        if (counts.get("target") or build.stages) and role in READS_FEATURES:
+            # It uses weights of the exported target, which is not copied.
             from outrider.backends.rewriting.sharing import keep_own_weights
 
             keep_own_weights(source / model_file(role), folder / model_file(role))
             continue
+        if build.stages_of(role):
+            _write_stages(source, folder, role, build)
+            continue
         for name in graph_files(role):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, folder / name)
-    if counts:
+    if counts or build.stages:
         from outrider.backends.rewriting.sharing import share_with_target
 
-        share_with_target(folder, manifest.roles)
+        share_with_target(folder, manifest.roles, build.files("target"))
     return counts
+
+
+def _write_stages(source: Path, folder: Path, role: str, build: Build) -> None:
+    """Write the stages of a model as they are cut from the export."""
+    from outrider.backends.rewriting.graphs import save
+
+    for name, model in _graphs(source, role, build).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        save(model, folder / name)
 
 
 def _can_fuse(manifest: Manifest, build: Build) -> bool:
@@ -78,32 +93,48 @@ def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, role: st
     from outrider.backends.onnxruntime.fusion.products import with_block_products
 
     progress.stage(f"fusing the {role}")
-    fused, final = folder / "fused" / "model.onnx", folder / "final" / model_file(role)
-    for path in (fused, final):
-        path.parent.mkdir(parents=True)
-    left_out: list[str] = []
-    if build.device == "cpu":
-        counts, left_out = fuse(source / model_file(role), fused, build.capacity, role == "target", build.batch)
-        optimize(fused, final)
-    else:
-        counts = without_masks(source / model_file(role), final)
-        if not counts:
-            return {}
-    shutil.rmtree(fused.parent)
+    counts: Counter[str] = Counter()
+    reasons: list[list[str]] = []
+    for name, model in _graphs(source, role, build).items():
+        fused, final = folder / "fused" / Path(name).name, folder / "final" / name
+        for path in (fused, final):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if build.device == "cpu":
+            applied, left_out = fuse(model, fused, build.capacity, role == "target", build.batch)
+            optimize(fused, final)
+            reasons += [left_out] if left_out else []
+        else:
+            applied = without_masks(model, final)
+        counts.update(applied)
+        shutil.rmtree(fused.parent)
+    if not counts:
+        return {}
     progress.stage(f"comparing the fused {role} with the export", passes_of_check(build))
-    rewritten = msgspec.structs.replace(build, rewrites={role: counts})
+    rewritten = msgspec.structs.replace(build, rewrites={role: dict(counts)})
     reference = source
     if manifest.models[role].quantization is not None:  # or ONNX Runtime would keep the weights of the export twice
         reference = folder / "plain"
         (reference / model_file(role)).parent.mkdir(parents=True)
         with_block_products(source / model_file(role), reference / model_file(role))
     check_same(reference, OnnxRuntimeEngines(folder / "final", manifest, rewritten, Cpu()), role, progress)
-    if left_out and (role != "block-head" or left_out[1:] != ["it has a mask that is not causal"]):  # a block's mask is not
-        _warn(f"{left_out[0]} of the {role} stays as exported, which is slower: {'; '.join(left_out[1:])}")
-    for name in graph_files(role):
+    for what, *why in reasons:
+        if role != "block-head" or why != ["it has a mask that is not causal"]:  # a block's mask is not
+            _warn(f"{what} of the {role} stays as exported, which is slower: {'; '.join(why)}")
+    for name in build.files(role):
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / "final" / name).replace(folder / name)
-    return counts
+        for file in (name, name + WEIGHTS):
+            (folder / "final" / file).replace(folder / file)
+    return dict(counts)
+
+
+def _graphs(source: Path, role: str, build: Build) -> dict[str, Any]:
+    """Return the graphs of a role by their path in a bundle, ready to be rewritten."""
+    from outrider.backends.onnxruntime.fusion.sums import begin_with_sums
+    from outrider.backends.rewriting.parts import graphs
+
+    made = graphs(source, role, build.stages_of(role))
+    begin_with_sums(made.values())
+    return made
 
 
 def _warn(message: str) -> None:

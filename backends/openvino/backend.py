@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -23,24 +24,28 @@ class OpenVinoBackend(Backend):
     name = "openvino"
     extra = EXTRA
     devices = DEVICES
+    cuts = True
 
     def build(self, spec: BuildSpec, folder: Path, progress: Progress) -> Build:
         """Rewrite the models, copy the rest, and compare OpenVINO's results with the export's; see `Backend.build`."""
-        build = spec.result(self, package_version(), spec.device or DEVICES[0])
+        version = package_version()
         try:
             from outrider.backends.openvino.rewrite import NotExpressible, rewrite
+            from outrider.backends.rewriting.parts import graphs
             from outrider.backends.rewriting.sharing import share_with_target
         except ImportError as error:
             raise EngineError(f"cannot rewrite the graphs: {error}", "pip install 'outrider[openvino,build]'") from error
-        manifest = spec.manifest
+        manifest, device = spec.manifest, spec.device or DEVICES[0]
+        build = spec.result(self, version, device, stages=spec.stages(device))
         spec.copy_except(manifest.roles, folder, progress)
         rewrites = {}
         for role in manifest.roles:
             progress.stage(f"rewriting the {role}")
-            path = folder / model_file(role)
-            path.parent.mkdir(exist_ok=True)
+            (folder / model_file(role)).parent.mkdir(exist_ok=True)
+            counts: Counter[str] = Counter()
             try:
-                rewrites[role] = rewrite(spec.source / model_file(role), path)
+                for name, model in graphs(spec.source, role, build.stages_of(role)).items():
+                    counts.update(rewrite(model, folder / name))
             except NotExpressible as error:
                 raise EngineError(f"the {role} has {error}, which {self.name} does not support", OTHER_BACKEND) from error
             except (MemoryError, OSError):
@@ -49,7 +54,8 @@ class OpenVinoBackend(Backend):
                 raise EngineError(
                     f"the {role} cannot be rewritten for {self.name}: {reason_of(error)}", OTHER_BACKEND
                 ) from error
-        share_with_target(folder, manifest.roles)
+            rewrites[role] = dict(counts)
+        share_with_target(folder, manifest.roles, build.files("target"))
         build = msgspec.structs.replace(build, rewrites=rewrites)
         if build.device == "cpu":
             from outrider.backends.comparison import check_same, passes_of_check

@@ -128,13 +128,14 @@ def _settings(device: str, precision: str, group: int) -> dict[str, Any]:
 
 
 def shapes(compiled: Any) -> dict[str, object]:
-    """Return the shapes to compare with the manifest: (heads, width) of each cache, and the width of the logits."""
+    """Return the shapes to compare with the manifest: (heads, width) of each cache, and the width of the logits, if any."""
     found: dict[str, object] = {}
     for each in compiled.inputs:
         if each.get_any_name().startswith(("past_key_", "past_value_")):
             _, heads, _, width = each.get_partial_shape()
             found[each.get_any_name()] = heads.get_length(), width.get_length()
-    return found | {LOGITS: (compiled.output(0).get_partial_shape()[2].get_length(),)}
+    outputs = {name: each for each in compiled.outputs for name in each.names}
+    return found | {name: (each.get_partial_shape()[2].get_length(),) for name, each in outputs.items() if name == LOGITS}
 
 
 def mapped(path: Path) -> set[tuple[int, int]]:

@@ -26,13 +26,24 @@ from outrider.backends.openvino.names import (
     READ_FEATURES,
 )
 from outrider.backends.rewriting.attention import CachedAttention
-from outrider.backends.rewriting.graphs import apply, input_named, load, read_batch_off_tokens, save
+from outrider.backends.rewriting.graphs import apply, input_named, read_batch_off_tokens, save
 from outrider.backends.rewriting.joined_products import Products
 from outrider.backends.rewriting.layouts import bits_of, by_output, bytes_of
 from outrider.backends.rewriting.logits import LastRows
 from outrider.backends.rewriting.matching import Op, shape_of, tensor_of
 from outrider.backends.rewriting.spare_row import SpareRow
-from outrider.engines.contract import FEATURE_POSITIONS, INPUT_IDS, KEY_POSITIONS, LOGITS_ROWS, PAST_FEATURES, PENDING
+from outrider.engines.contract import (
+    BATCH_DIM,
+    BOUNDARY,
+    FEATURE_POSITIONS,
+    INPUT_IDS,
+    KEY_POSITIONS,
+    LOGITS,
+    LOGITS_ROWS,
+    PAST_FEATURES,
+    PENDING,
+    ROWS_DIM,
+)
 
 TOKENS_DIM = "tokens"  # rows of all sequences of a pass
 
@@ -80,8 +91,8 @@ class ChosenRows(LastRows):
         return op.Gather(x, wanted, axis=0)
 
 
-def rewrite(path: Path, output: Path) -> dict[str, int]:
-    """Rewrite the step model at `path`, and write it and its weights to `output`.
+def rewrite(model: ir.Model, output: Path) -> dict[str, int]:
+    """Rewrite a step model or a stage from `load`, and write it and its weights to `output`.
 
     The result has these inputs: `input_ids`, int64 [T, 1], the rows of all sequences one after the other; `positions`, int64
     [T], the index at which each row is written; the caches `past_*`, which are written in place; and the inputs in `names`.
@@ -93,7 +104,6 @@ def rewrite(path: Path, output: Path) -> dict[str, int]:
     Raises:
         NotExpressible: the graph cannot be rewritten.
     """
-    model = load(path)
     graph = model.graph
     if any(each.name == PENDING for each in graph.inputs):
         raise NotExpressible("recurrent layers")
@@ -102,7 +112,12 @@ def rewrite(path: Path, output: Path) -> dict[str, int]:
     read_batch_off_tokens(graph)
     for each in [each for each in graph.outputs if (each.name or "").startswith("present_")]:
         graph.outputs.remove(each)
-    input_named(graph, INPUT_IDS).shape = ir.Shape([TOKENS_DIM, 1])
+    for each in [*graph.inputs, *graph.outputs]:
+        if each.name == INPUT_IDS or str(each.name).startswith(BOUNDARY):
+            assert each.shape is not None
+            if [str(size) for size in each.shape[:2]] != [BATCH_DIM, ROWS_DIM]:
+                raise NotExpressible("stages that pass on other values than those of rows")
+            each.shape = ir.Shape([TOKENS_DIM, 1, *each.shape[2:]])
     _features_by_row(graph)
     apply(model, SpareRow)
     refusals: list[str] = []
@@ -110,7 +125,7 @@ def rewrite(path: Path, output: Path) -> dict[str, int]:
     if any(node.op_type == "TensorScatter" for node in graph):
         kind = f"with {refusals[0]}" if refusals else "that is written out, as with soft-capped scores"
         raise NotExpressible(f"attention {kind}")
-    if not counts["logits of some rows"]:
+    if any(each.name == LOGITS for each in graph.outputs) and not counts["logits of some rows"]:
         raise NotExpressible("logits that are not a product of the rows")
     key_positions = input_named(graph, KEY_POSITIONS)
     if list(key_positions.uses()):

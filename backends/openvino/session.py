@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import openvino as ov
 
-from outrider.backends.base import Engines, check_tensors, engine_tensors
+from outrider.backends.base import Engines
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine, create_pool
 from outrider.backends.openvino.names import (
     ATTENDED_ROWS,
@@ -28,12 +28,15 @@ from outrider.backends.openvino.names import (
     SUBSEQUENCE_BEGINS,
 )
 from outrider.backends.openvino.reader import compiling, failed, shapes, translated
-from outrider.bundle.manifest import Build, Manifest, model_file, sampler_file
+from outrider.backends.tensors import check_tensors, engine_tensors
+from outrider.bundle.manifest import Build, Manifest, sampler_file, step_file
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import INPUT_IDS, LOGITS, LOGITS_ROWS, PAST_FEATURES, POSITIONS, cache_tensors
+from outrider.engines.contract import INPUT_IDS, LOGITS, LOGITS_ROWS, PAST_FEATURES, POSITIONS, ROWS_DIM, sized
 from outrider.engines.device import Buffer, Cpu, Engine, Launch, nothing
 from outrider.engines.precisions import DTYPES
-from outrider.engines.session import Pass, Session, Sizes, check_memory
+from outrider.engines.session import Pass, Session
+from outrider.engines.sizes import Sizes, check_memory
+from outrider.engines.staged_session import boundary_buffers
 
 BLOCK_DIM = 2  # of a cache [blocks, heads, positions of a block, width]
 FEWEST = 2  # rows of a sequence in attention, and of a pass in products
@@ -64,7 +67,7 @@ class PagedSession(Session):
             EngineError: there is no memory for the buffers.
         """
         device = Cpu()
-        tensors = cache_tensors(sizes.layers)
+        tensors = [each for each in sizes.tensors if each.past != PAST_FEATURES]
         cache_type = compiled.input(tensors[0].past).get_element_type()
         dtype = _dtype(cache_type)
         block = int(compiled.input(tensors[0].past).get_partial_shape()[BLOCK_DIM].get_length())
@@ -75,6 +78,9 @@ class PagedSession(Session):
         self._memory = [device.zeros(*each, sizes.cache) for each in layout]  # the memory of the arrays in `_cache`
         self._cache = {tensor.past: buffer.view() for tensor, buffer in zip(tensors, self._memory, strict=True)}
         super().__init__(device, sizes)
+        self._sizes = sizes
+        self._types = {name: port.get_element_type() for port in (*compiled.inputs, *compiled.outputs) for name in port.names}
+        self._passed = [] if sizes.stage is None else [*sizes.stage.takes, *sizes.stage.gives]
         with translated("cannot bind the cache"):
             self._request = compiled.create_infer_request()
             self._features: npt.NDArray[Any] | None = None  # [B, C, H]
@@ -95,7 +101,10 @@ class PagedSession(Session):
         """
         ids, positions, features = (self.device.zeros(shape, "int64", "a pass") for shape in ((1, 1), (1,), (1,)))
         logits = self.device.zeros((1, 1, self.vocab_rows), "float32", "a pass")
-        self.bind(Pass(ids, positions, logits, self.windows[0], 0, features if self.reads_features else None))()
+        passed = boundary_buffers(self.device, self._passed, self._sizes)
+        self.bind(
+            Pass(ids, positions, logits, self.windows[0], 0, features if self.reads_features else None, boundary=passed)
+        )()
         self.clear(0)
 
     def share_features(self, target: Session) -> None:
@@ -115,6 +124,10 @@ class PagedSession(Session):
         ids, starts = buffers.input_ids.view().reshape(-1, 1), buffers.positions.view()
         output = logits.view().reshape(sequences * answered, 1, self.vocab_rows)
         tensors, update = self._inputs(sequences, FEWEST if alone else rows, starts, first)
+        total = max(sequences * rows, FEWEST)
+        for each in self._passed:
+            sizes = total, *sized(each.shape[1:], {ROWS_DIM: 1})
+            tensors[each.name] = _typed(buffers.boundary[each.name].part(0, *sizes).view(), self._types[each.name])
         if alone:
             given, ids = ids, np.zeros((FEWEST, 1), np.int64)
         tensors[INPUT_IDS] = _tensor(ids)
@@ -122,7 +135,9 @@ class PagedSession(Session):
         single = 0 < wanted.size < FEWEST
         computed = np.empty((FEWEST, 1, self.vocab_rows), np.float32) if single else output
         tensors[LOGITS_ROWS] = _tensor(np.repeat(wanted, FEWEST) if single else wanted)
-        result, request = _tensor(computed), self._request
+        tensors[LOGITS] = _tensor(computed)
+        request = self._request
+        tensors = {name: tensor for name, tensor in tensors.items() if name in self._types}
         before, after = self._feature_copies(tensors, sequences, rows, starts, first, feature_positions)
 
         def launch() -> None:
@@ -134,7 +149,6 @@ class PagedSession(Session):
             try:
                 for name, tensor in tensors.items():
                     request.set_tensor(name, tensor)  # an input or an output
-                request.set_output_tensor(0, result)
                 request.infer(share_outputs=True)  # or it would copy the logits again
             except (RuntimeError, MemoryError) as error:  # without a context manager, which costs microseconds
                 raise failed(error, "failed in a pass") from error
@@ -250,14 +264,17 @@ class OpenVinoEngines(Engines):
     def unrounded(self) -> Engines:
         return OpenVinoEngines(self.folder, self.manifest, self.build, self._processor, rounds=False)
 
-    def session(self, role: str, batch: int) -> Session:
+    def model(self, role: str, sizes: Sizes) -> Session:
         model = self.manifest.models[role]
         group = model.quantization.block if model.quantization is not None and self._rounds else 0
-        path = self.folder / model_file(role)
+        path, stage = self.folder / step_file(role, sizes.stage), sizes.stage
         with compiling(path, self._processor, model.precision, group) as compiled:
-            expected = {each.past: (each.shape[0], each.shape[-1]) for each in cache_tensors(model.layers)}
-            check_tensors(path, shapes(compiled), expected | {LOGITS: (model.vocab_rows,)})
-            session = PagedSession(compiled, self.sizes(role, batch))
+            cached = [each for each in sizes.tensors if each.past != PAST_FEATURES]
+            expected: dict[str, object] = {each.past: (each.shape[0], each.shape[-1]) for each in cached}
+            if stage is None or not stage.gives:
+                expected[LOGITS] = (model.vocab_rows,)
+            check_tensors(path, shapes(compiled), expected)
+            session = PagedSession(compiled, sizes)
             session.pack()
         return session
 

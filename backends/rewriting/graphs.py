@@ -53,7 +53,7 @@ def input_named(graph: ir.Graph, name: str) -> ir.Value:
 
 def read_batch_off_tokens(graph: ir.Graph) -> None:
     """Compute the batch from the tokens instead of the cache: a slot's cache has one sequence, whatever the pass has."""
-    ids = input_named(graph, INPUT_IDS)
+    ids = next((each for each in graph.inputs if each.name == INPUT_IDS), None)
     for node in graph:
         span = [node.attributes.get_int(name, 0) for name in ("start", "end")]
         value = node.inputs[0] if node.inputs else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,31 @@ SMALLEST = 1 << 16  # bytes; smaller weights are not worth sharing
 ALIGNMENT = 4096  # of large weights in a file, so that they can be mapped into memory
 
 
-def share_with_target(folder: Path, roles: Collection[str]) -> None:
-    """Let the draft heads in a folder use the target's weights wherever their own are equal."""
-    for role in READS_FEATURES:
-        if role in roles:
-            share_weights(folder / model_file(role), folder / model_file("target"))
+def share_with_target(folder: Path, roles: Collection[str], target: Iterable[str] = (model_file("target"),)) -> None:
+    """Let the graphs of the target, and the draft heads in a folder, use the weights of earlier ones wherever theirs are equal.
+
+    Args:
+        target: the paths of the target's graphs in the folder, one, or one for each stage.
+    """
+    first, *others = target
+    done = [folder / first]
+    for name in (*others, *(model_file(role) for role in READS_FEATURES if role in roles)):
+        share_weights(folder / name, done)
+        done.append(folder / name)
 
 
-def share_weights(graph: Path, other: Path) -> None:
-    """Let the graph at `graph` use the weights of the graph at `other` wherever its own are equal.
+def share_weights(graph: Path, others: Iterable[Path]) -> None:
+    """Let the graph at `graph` use the weights of the graphs at `others` wherever its own are equal.
 
-    Each graph has its weights in a file beside it. The shared weights are removed from the file of `graph`. Both graphs must be
+    Each graph has its weights in a file beside it. The shared weights are removed from the file of `graph`. All graphs must be
     in one folder, because runtimes refuse graphs that name files elsewhere.
     """
-    assert graph.parent == other.parent
     model = onnx.load(graph, load_external_data=False)
     known: dict[tuple[Any, ...], list[onnx.TensorProto]] = defaultdict(list)
-    for tensor in _external(onnx.load(other, load_external_data=False)):
-        known[_kind(tensor)].append(tensor)
+    for other in others:
+        assert graph.parent == other.parent
+        for tensor in _external(onnx.load(other, load_external_data=False)):
+            known[_kind(tensor)].append(tensor)
     own = []
     for tensor in _external(model):
         same = (each for each in known[_kind(tensor)] if _same(graph.parent, tensor, each))

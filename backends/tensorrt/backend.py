@@ -10,7 +10,8 @@ from outrider.backends.tensorrt.job import VERBOSITIES, BuildJob, BuildOptions, 
 from outrider.backends.tensorrt.package import RTX, RTX_GPUS, TENSORRT, Package, plan_file
 from outrider.backends.tensorrt.process import build_plan, facts
 from outrider.backends.tensorrt.profiles import all_profiles, step_rows_profiled
-from outrider.bundle.manifest import ROLES, WEIGHTS, Build, Manifest, Model, damaged, graph_files, round_rows
+from outrider.bundle.decoding import damaged
+from outrider.bundle.manifest import ROLES, WEIGHTS, Build, Manifest, Model, graph_files, round_rows
 from outrider.engines.contract import CacheTensor, cache_tensors, recent_rows
 from outrider.errors import EngineError, UsageError
 from outrider.progress import Progress

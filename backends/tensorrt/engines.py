@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from outrider.backends.base import GraphEngines, check_tensors, engine_tensors
+from outrider.backends.base import GraphEngines
 from outrider.backends.tensorrt.engine import NO_REASON, TensorRTEngine, cache_file, silent_logger
 from outrider.backends.tensorrt.package import OTHER_BACKENDS, Package, plan_file
+from outrider.backends.tensors import check_tensors, engine_tensors
 from outrider.bundle.manifest import Build, Manifest, round_rows
-from outrider.engines.contract import Tensor, cache_tensors, recent_rows
+from outrider.engines.contract import Stage, Tensor, cache_tensors, recent_rows
 from outrider.engines.cuda import Cuda
 from outrider.engines.device import Engine
 from outrider.engines.precisions import DTYPES, PRECISIONS
@@ -66,7 +67,7 @@ class TensorRTEngines(GraphEngines):
         self._scratch = device.zeros((self._scratch_size(),), "uint8", "the engines' working memory")
         self._engines: dict[str, TensorRTEngine] = {}
 
-    def step_model(self, role: str) -> Engine:
+    def step_model(self, role: str, stage: Stage | None = None) -> Engine:
         return self.sampler(role)
 
     def sampler(self, name: str) -> Engine:

@@ -19,6 +19,7 @@ import numpy as np
 from outrider.backends.base import GraphEngines
 from outrider.backends.open import open_bundle
 from outrider.bench.report import spread
+from outrider.engines.contract import Stage
 from outrider.engines.device import Buffer, Cpu, Engine, Launch, nothing
 from outrider.experiments.measure import arguments
 from outrider.runtime.generation import Outrider
@@ -60,7 +61,7 @@ class FreeEngine(Engine):
 class FreeEngines(GraphEngines):
     """The engines of a bundle, replaced by engines that compute nothing."""
 
-    def step_model(self, role: str) -> Engine:
+    def step_model(self, role: str, stage: Stage | None = None) -> Engine:
         return FreeEngine(role)
 
     def sampler(self, name: str) -> Engine:

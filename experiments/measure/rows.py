@@ -26,10 +26,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import outrider.backends.openvino.session as paged
+from outrider.backends.onnxruntime import engine
 from outrider.backends.open import open_bundle, open_engines
 from outrider.builder.build import build_engine
 from outrider.bundle.manifest import MANIFEST
-from outrider.engines.graph_session import GraphSession
 from outrider.engines.threads import processor_name, thread_count
 from outrider.experiments.measure.arguments import FOLDER
 from outrider.export.pair import export_pair
@@ -118,7 +118,7 @@ def outcome(bundle: Path) -> str:
     if not same(bundle):
         return "no"
     with ExitStack() as stack:  # without the second row
-        stack.enter_context(patch.object(GraphSession, "lone_rows_differ", lambda _: False))
+        stack.enter_context(patch.object(engine, "lone_rows_differ", lambda _: False))
         stack.enter_context(patch.object(paged, "FEWEST", 1))
         return "yes" if same(bundle) else "in pairs"
 

@@ -11,7 +11,8 @@ import pytest
 from outrider.backends import registry
 from outrider.backends.tensorrt.package import plan_file
 from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
-from outrider.bundle.manifest import MANIFEST, decode_manifest
+from outrider.bundle.decoding import decode_manifest
+from outrider.bundle.manifest import MANIFEST
 from outrider.engines.samplers import SAMPLERS
 from outrider.errors import FolderError
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
 from outrider.backends.comparison import check_same
@@ -94,8 +95,8 @@ def texts(bundle: Path) -> list[list[int]]:
 def test_a_fused_graph_with_different_results_is_not_used(
     tiny_export: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(path: Path, output: Path, *sizes: Any) -> tuple[dict[str, int], list[str]]:
-        done = fuse(path, output, *sizes)
+    def wrong(graph: ir.Model, output: Path, *sizes: Any) -> tuple[dict[str, int], list[str]]:
+        done = fuse(graph, output, *sizes)
         model = onnx.load(output, load_external_data=False)
         for node in model.graph.node:
             for attribute in node.attribute:
@@ -212,10 +213,10 @@ def test_a_head_that_stays_as_exported_keeps_its_weights(
 ) -> None:
     """Those that it has in common with the target are in the target's file, which is replaced."""
 
-    def without_the_head(path: Path, *others: Any) -> tuple[dict[str, int], list[str]]:
-        if path.name == Path(model_file("head")).name:
+    def without_the_head(graph: ir.Model, output: Path, *sizes: Any) -> tuple[dict[str, int], list[str]]:
+        if output.name == Path(model_file("head")).name:
             raise KeyError("a node of a kind that nobody has seen")
-        return fuse(path, *others)
+        return fuse(graph, output, *sizes)
 
     monkeypatch.setattr("outrider.backends.onnxruntime.fusion.fuse.fuse", without_the_head)
     with pytest.warns(OutriderWarning, match="the head stays as exported"):

@@ -21,6 +21,7 @@ from outrider.backends.onnxruntime.fusion.fuse import fuse
 from outrider.backends.onnxruntime.fusion.products import BlockProducts, with_block_products
 from outrider.backends.onnxruntime.fusion.reshapes import Unsplit
 from outrider.backends.onnxruntime.fusion.rotary import Rotary
+from outrider.backends.rewriting.graphs import load
 from outrider.backends.rewriting.joined_products import Products
 from outrider.backends.rewriting.logits import LastRows
 from outrider.backends.rewriting.matching import refused
@@ -82,11 +83,11 @@ def test_joined_products_give_the_bits_of_those_they_join(
     graph, layout = request.getfixturevalue("qwen2") if config is QWEN2 else rounded(config, tmp_path)
     tokens = torch.randint(0, 320, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(0))
     layers = config.num_hidden_layers
-    done, _ = fuse(graph, tmp_path / "joined.onnx", CAPACITY - 1, steady=True, batch=1)
+    done, _ = fuse(load(graph), tmp_path / "joined.onnx", CAPACITY - 1, steady=True, batch=1)
     assert done["joined products"] == joined_products
     assert done["attention"] == layers
     monkeypatch.setattr(Products, "check", lambda self, context, **_: refused("not now"))
-    done, _ = fuse(graph, tmp_path / "apart.onnx", CAPACITY - 1, steady=True, batch=1)
+    done, _ = fuse(load(graph), tmp_path / "apart.onnx", CAPACITY - 1, steady=True, batch=1)
     assert "joined products" not in done
     assert [operators(tmp_path / f"{each}.onnx")["MatMulNBits"] for each in ("apart", "joined")] == [7 * layers + 1, products]
     joined, apart = (Fused(tmp_path / f"{each}.onnx", layout, "int4").logits(tokens) for each in ("joined", "apart"))
@@ -106,7 +107,7 @@ def plain(qwen2: tuple[Path, CacheLayout], tmp_path_factory: pytest.TempPathFact
     with pytest.MonkeyPatch.context() as patch:
         for other in REWRITES:
             patch.setattr(other, "check", lambda self, context, **_: refused("not now"))
-        fuse(qwen2[0], path, CAPACITY - 1, steady=False, batch=1)
+        fuse(load(qwen2[0]), path, CAPACITY - 1, steady=False, batch=1)
     return path
 
 
@@ -138,7 +139,7 @@ def test_each_rewrite_by_itself_computes_what_it_replaced(
     graph, layout = qwen2
     for other in set(REWRITES) - set(rewrites):
         monkeypatch.setattr(other, "check", lambda self, context, **_: refused("not now"))
-    done, _ = fuse(graph, tmp_path / "fused.onnx", CAPACITY - 1, steady=False, batch=1)
+    done, _ = fuse(load(graph), tmp_path / "fused.onnx", CAPACITY - 1, steady=False, batch=1)
     assert {name: count for name, count in done.items() if "norms" not in name} == made
     before, after = (operators(path).get(changed, 0) for path in (plain, tmp_path / "fused.onnx"))
     assert after > before if LastRows in rewrites else after < before
@@ -179,7 +180,7 @@ def test_nodes_that_a_rewrite_does_not_apply_to_stay_unchanged(
     for node in model.graph.node:
         edit(node)
     onnx.save(model, tmp_path / "edited.onnx")
-    done, left = fuse(tmp_path / "edited.onnx", tmp_path / "fused.onnx", CAPACITY - 1, steady=False, batch=1)
+    done, left = fuse(load(tmp_path / "edited.onnx"), tmp_path / "fused.onnx", CAPACITY - 1, steady=False, batch=1)
     assert lacks not in done
     assert done["joined products"] == 2
     assert left == reasons

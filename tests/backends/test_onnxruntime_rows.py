@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from outrider.backends.onnxruntime import engine
+from outrider.backends.onnxruntime.lone_rows import LONE_RUNS, lone_rows_vary
 from outrider.backends.open import open_bundle, open_engines
 from outrider.engines.arrays import Floats, Int64s
-from outrider.engines.graph_session import LONE_RUNS, GraphSession
+from outrider.engines.graph_session import GraphSession
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
@@ -60,7 +62,7 @@ def test_the_last_position_of_a_slot_is_its_own(session: GraphSession) -> None:
 
 def test_rows_that_vary_are_found(session: GraphSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU they are equal; on a GPU, a row's product may add up in any order."""
-    assert not session.lone_rows_vary()
+    assert not lone_rows_vary(session)
     run, runs = session.run, itertools.count(1)
 
     def noisy(ids: Int64s, positions: Int64s) -> Floats:
@@ -68,14 +70,14 @@ def test_rows_that_vary_are_found(session: GraphSession, monkeypatch: pytest.Mon
         return np.nextafter(logits, np.float32(np.inf)) if next(runs) == LONE_RUNS else logits
 
     monkeypatch.setattr(session, "run", noisy)
-    assert session.lone_rows_vary()
+    assert lone_rows_vary(session)
 
 
 def test_texts_are_those_of_plain_decoding_up_to_the_last_position(
     trained_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where lone rows are paired, as on a processor that needs it."""
-    monkeypatch.setattr(GraphSession, "lone_rows_differ", lambda _: True)
+    monkeypatch.setattr(engine, "lone_rows_differ", lambda _: True)
     outrider = Outrider.load(trained_bundles("int4", batch=SLOTS, k=[1, 4]))
     params, texts = SamplingParams(max_new_tokens=1000), []
     for options in ({"k": 0}, {"k": 1}, {"k": 4}, {"k": 4, "drafter": "ngram"}, {"k": "auto"}):

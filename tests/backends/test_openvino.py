@@ -29,6 +29,7 @@ from outrider.backends.openvino import reader
 from outrider.backends.openvino.names import ATTENTION, BLOCK_WEIGHTS, EMBEDDING
 from outrider.backends.openvino.reader import compiling, failed
 from outrider.backends.openvino.rewrite import rewrite
+from outrider.backends.rewriting.graphs import load
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import model_file
 from outrider.engines.arrays import Floats
@@ -87,7 +88,7 @@ def test_scales_are_those_of_the_export(trained_exports: Callable[[str], Path], 
         each.CopyFrom(numpy_helper.from_array(halves, each.name))
     want = numbers(scales)
     onnx.save(graph, tmp_path / "model.onnx", save_as_external_data=True)
-    rewrite(tmp_path / "model.onnx", tmp_path / "rewritten.onnx")
+    rewrite(load(tmp_path / "model.onnx"), tmp_path / "rewritten.onnx")
     written = onnx.load(tmp_path / "rewritten.onnx").graph
     names = {node.input[1] for node in written.node if node.op_type == BLOCK_WEIGHTS}
     given = [each for each in written.initializer if each.name in names]
@@ -237,7 +238,7 @@ def test_only_what_is_still_mapped_is_given_back(
     """Addresses of a mapping that has ended may be those of other memory, which would lose what it holds. Weights of fp16 are
     computed with in fp32, so the compiled model keeps nothing of the file."""
     path = tmp_path / "model.onnx"
-    rewrite(trained_exports("fp16") / model_file("target"), path)
+    rewrite(load(trained_exports("fp16") / model_file("target")), path)
     given = list[bool]()
     monkeypatch.setattr(reader, "give_back", lambda pieces: given.append(bool(pieces) and pieces <= reader.mapped(path)))
     with compiling(path, "cpu", "fp32"), compiling(path, "cpu", "fp32"):
@@ -277,7 +278,7 @@ def test_loading_a_model_unloads_no_library(trained_exports: Callable[[str], Pat
     """glibc ends a process now and then that starts a thread while it unloads libraries with thread-local storage, as OpenVINO
     does with those of devices that are not there."""
     path = tmp_path / "model.onnx"
-    rewrite(trained_exports("fp16") / model_file("target"), path)
+    rewrite(load(trained_exports("fp16") / model_file("target")), path)
     before = unloads()
     for device in ("cpu", "gpu", "npu", "cpu"):
         with suppress(DeviceError), compiling(path, device, "fp32"):

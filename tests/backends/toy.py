@@ -14,6 +14,7 @@ from onnx.reference.op_run import OpRun
 
 from outrider.backends.base import Backend, BuildSpec, Engines, GraphEngines, Option
 from outrider.bundle.manifest import Build, Manifest, graph_files
+from outrider.engines.contract import Stage
 from outrider.engines.device import Buffer, Cpu, Engine, Launch
 from outrider.progress import Progress
 
@@ -48,7 +49,7 @@ class ToyEngine(Engine):
 class ToyEngines(GraphEngines):
     """The graphs of a bundle."""
 
-    def step_model(self, role: str) -> Engine:
+    def step_model(self, role: str, stage: Stage | None = None) -> Engine:
         return ToyEngine(self.folder / graph_files(role)[0])
 
     def sampler(self, name: str) -> Engine:

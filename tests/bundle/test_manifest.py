@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from outrider.bundle.decoding import decode_manifest
 from outrider.bundle.folder import read_manifest
-from outrider.bundle.manifest import MANIFEST, SCHEMA_VERSION, Manifest, decode_manifest
+from outrider.bundle.manifest import MANIFEST, SCHEMA_VERSION, Manifest
 from outrider.engines.contract import CONTRACT_VERSION
 from outrider.errors import FolderError
 from outrider.tests.support import sealed_bundle

@@ -25,10 +25,11 @@ from outrider.backends.onnxruntime.fusion.fuse import fuse
 from outrider.backends.openvino.reader import compiling
 from outrider.backends.openvino.rewrite import NotExpressible, rewrite
 from outrider.backends.openvino.session import PagedSession
+from outrider.backends.rewriting.graphs import load
 from outrider.backends.tensorrt.process import build_plan
 from outrider.engines.arrays import Floats
 from outrider.engines.contract import DOMAIN, GATED, GATED_DELTA, window_buckets
-from outrider.engines.session import Sizes
+from outrider.engines.sizes import Sizes
 from outrider.errors import EngineError, UnsupportedModelError
 from outrider.export.checkpoints.checkpoint import load_model, max_positions, read_config
 from outrider.export.checkpoints.source import Source
@@ -105,7 +106,7 @@ def test_uneven_chunks_equal_eager_transformers(traced: Traced, page: models_pag
 
 def test_fused_for_onnx_runtime_it_computes_the_same(traced: Traced, page: models_page.Table) -> None:
     fused = traced.graph.with_name("fused.onnx")
-    counts, left = fuse(traced.graph, fused, CAPACITY - 1, steady=True, batch=1)
+    counts, left = fuse(load(traced.graph), fused, CAPACITY - 1, steady=True, batch=1)
     count = len(traced.layout.layers)
     assert left == ([] if traced.name not in WRITTEN_OUT else [f"attention of {count} of {count} layers", "it is written out"])
     got = Fused(fused, traced.layout, "fp32").logits(traced.tokens)
@@ -120,7 +121,7 @@ def test_fused_for_onnx_runtime_it_computes_the_same(traced: Traced, page: model
 
 def test_without_masks_for_cuda_it_computes_the_same(traced: Traced) -> None:
     causal = traced.graph.with_name("causal.onnx")
-    counts = without_masks(traced.graph, causal)
+    counts = without_masks(load(traced.graph), causal)
     if traced.name in (*WRITTEN_OUT, "Mistral, sliding window"):
         assert counts == {}
         return
@@ -133,10 +134,10 @@ def test_rewritten_for_openvino_it_computes_the_same(traced: Traced, page: model
     rewritten = traced.graph.with_name("openvino.onnx")
     if (reason := NOT_ON_OPENVINO.get(traced.name)) is not None:
         with pytest.raises(NotExpressible, match=reason):
-            rewrite(traced.graph, rewritten)
+            rewrite(load(traced.graph), rewritten)
         page.says(traced.name, "on OpenVINO", f"no: {reason}")
         return
-    counts = rewrite(traced.graph, rewritten)
+    counts = rewrite(load(traced.graph), rewritten)
     assert (counts["attention"], counts["logits of some rows"]) == (len(traced.layout.layers), 1)
     sizes = Sizes(
         traced.layout.layers, traced.want.shape[-1], CAPACITY, window_buckets(CAPACITY), max_rows=max(CHUNKS), batch=2

@@ -15,7 +15,7 @@ from outrider.backends.tensorrt.process import build_plan
 from outrider.engines.contract import BLOCK_STATE, CONTEXT, cache_tensors, step_tensors, window_buckets
 from outrider.engines.device import Cpu
 from outrider.engines.graph_session import GraphSession
-from outrider.engines.session import Sizes
+from outrider.engines.sizes import Sizes
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError, UsageError
 from outrider.export.checkpoints.source import Source
 from outrider.export.graph.cache_layers import CacheLayout

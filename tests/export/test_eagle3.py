@@ -15,7 +15,8 @@ from outrider.backends.tensorrt.process import build_plan
 from outrider.engines.contract import cache_tensors, step_tensors, window_buckets
 from outrider.engines.device import Cpu
 from outrider.engines.graph_session import GraphSession
-from outrider.engines.session import Pass, Sizes
+from outrider.engines.session import Pass
+from outrider.engines.sizes import Sizes
 from outrider.export.checkpoints.source import Source
 from outrider.export.graph.cache_layers import CacheLayout
 from outrider.export.graph.step_model import trace

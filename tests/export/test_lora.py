@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.bundle.manifest import MergedAdapter, decode_manifest
+from outrider.bundle.decoding import decode_manifest
+from outrider.bundle.manifest import MergedAdapter
 from outrider.commands.output import bundle_table, console
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError, UsageError
 from outrider.export.checkpoints.adapters import Adapter

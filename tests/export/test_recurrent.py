@@ -13,10 +13,11 @@ import transformers as hf
 
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine
 from outrider.backends.onnxruntime.fusion.fuse import fuse
+from outrider.backends.rewriting.graphs import load
 from outrider.engines.contract import recent_rows, step_tensors, window_buckets
 from outrider.engines.device import Cpu
 from outrider.engines.graph_session import GraphSession
-from outrider.engines.session import Sizes
+from outrider.engines.sizes import Sizes
 from outrider.errors import EngineError, UnsupportedModelError
 from outrider.export.checkpoints.checkpoint import load_model
 from outrider.export.checkpoints.source import Source
@@ -84,7 +85,7 @@ def test_rounds_end_in_the_state_of_a_fresh_prefill(traced: Traced, fused: bool,
     graph, counts = traced.graph, dict[str, int]()
     if fused:
         graph = tmp_path / "fused.onnx"
-        counts, _ = fuse(traced.graph, graph, CAPACITY, False, SLOTS)
+        counts, _ = fuse(load(traced.graph), graph, CAPACITY, False, SLOTS)
         stateful = [layer for layer in traced.layout.recurrent if layer.row]
         assert counts.get("recurrences", 0) == len(stateful)
     session = open_session(graph, traced.layout, overwrites=overwrites)
@@ -128,7 +129,7 @@ def check(traced: Traced, session: GraphSession, text: list[int], slot: int) -> 
 
 def test_states_do_not_depend_on_the_chunks(traced: Traced, tmp_path: Path) -> None:
     """Within what a product of fp32 rounds otherwise in a lone row; tests/runtime/hybrid/ has texts at 4 and 8 bits."""
-    fuse(traced.graph, tmp_path / "fused.onnx", CAPACITY, False, SLOTS)
+    fuse(load(traced.graph), tmp_path / "fused.onnx", CAPACITY, False, SLOTS)
     session = open_session(tmp_path / "fused.onnx", traced.layout)
     text = np.random.default_rng(1).integers(1, 320, 24).tolist()
     ends = []

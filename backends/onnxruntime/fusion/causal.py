@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
 
 from outrider.backends.onnxruntime.package import MASK_FREE
-from outrider.backends.rewriting.graphs import apply, load, save
+from outrider.backends.rewriting.graphs import apply, save
 from outrider.backends.rewriting.matching import Op, refused, sliding_window, source
 
 LAST = 2**63 - 1  # as the end of a slice
@@ -50,13 +51,12 @@ class CausalAttention(RewriteRuleClassBase):
         return op.Attention(query, present_key, present_value, None, None, None, filled, is_causal=1, scale=scale)
 
 
-def without_masks(path: Path, output: Path) -> dict[str, int]:
-    """Rewrite the attention of the graph at `path`, and write the graph and its weights to `output`.
+def without_masks(model: ir.Model, output: Path) -> dict[str, int]:
+    """Rewrite the attention of a model from `load`, and write the graph and its weights to `output`.
 
     Returns:
         The number of rewritten layers, by the name of the rewrite; empty if there are none.
     """
-    model = load(path)
     counts = apply(model, CausalAttention)
     save(model, output)
     return {name: count for name, count in counts.items() if count}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript.rewriter.ort_fusions.rms_normalization import rms_normalization_ruleset
 from onnxscript.rewriter.ort_fusions.skip_normalization import skip_rms_normalization_ruleset
@@ -14,15 +15,15 @@ from outrider.backends.onnxruntime.fusion.products import BlockProducts
 from outrider.backends.onnxruntime.fusion.recurrence import recurrences
 from outrider.backends.onnxruntime.fusion.reshapes import Unsplit
 from outrider.backends.onnxruntime.fusion.rotary import Rotary
-from outrider.backends.rewriting.graphs import apply, load, read_batch_off_tokens, save
+from outrider.backends.rewriting.graphs import apply, read_batch_off_tokens, save
 from outrider.backends.rewriting.joined_products import Products
 from outrider.backends.rewriting.logits import LastRows
 from outrider.backends.rewriting.matching import MICROSOFT
 from outrider.backends.rewriting.spare_row import SpareRow
 
 
-def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> tuple[dict[str, int], list[str]]:
-    """Fuse the graph at `path`, for caches of `capacity` positions and a spare one, and write it and its weights to `output`.
+def fuse(model: ir.Model, output: Path, capacity: int, steady: bool, batch: int) -> tuple[dict[str, int], list[str]]:
+    """Fuse a step model or a stage for caches of `capacity` positions and a spare one, and write it and its weights.
 
     The fused graph has the inputs and outputs of the exported graph. With more than one sequence, `past_*` and `present_*`
     belong to the first sequence of a pass, and `past_*.i` and `present_*.i` to sequence i. The window no longer matters,
@@ -35,7 +36,6 @@ def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> t
     Returns:
         How often each rewrite was applied; and if attention stays as exported, in how many layers and why.
     """
-    model = load(path)
     model.opset_imports[MICROSOFT] = 1
     counts = {
         "norms": rms_normalization_ruleset.apply_to_model(model),

@@ -1,0 +1,72 @@
+"""Where a target is cut into stages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+
+from outrider.bundle.manifest import model_file
+from outrider.errors import EngineError, UsageError
+
+SPAN = re.compile(r"(\d+)(?:-(\d+))?")
+EXAMPLE = "use --stages 2, or --stages 0-13,14-27 to name the layers of each stage"
+
+
+def ends_of(wanted: str, export: Path) -> list[int]:
+    """Return the ends of an export's stages, each as the number of layers up to there.
+
+    Args:
+        wanted: the number of stages, or the layers of each one, such as 0-13,14-27.
+
+    Raises:
+        UsageError: it is neither, or does not fit the target.
+        EngineError: the package that cuts graphs is not installed.
+    """
+    found = [SPAN.fullmatch(part.strip()) for part in wanted.split(",")]
+    if not all(found):
+        raise UsageError(f"{wanted!r} is neither a number of stages nor a list of layers", EXAMPLE)
+    spans = [(int(each[1]), int(each[2] or each[1])) for each in found if each is not None]
+    try:
+        from outrider.backends.rewriting.graphs import load
+        from outrider.backends.rewriting.parts import weights_of
+        from outrider.backends.rewriting.stages import cut, layers, possible_ends
+    except ImportError as error:
+        raise EngineError(f"cannot cut the target: {error}", "pip install 'outrider[build]'") from error
+    model = load(export / model_file("target"))
+    count = layers(model)
+    if "," in wanted or "-" in wanted:
+        begins = [0, *(last + 1 for _, last in spans)]
+        in_order = all(begin == first <= last for begin, (first, last) in zip(begins, spans, strict=False))
+        if len(spans) < 2 or not in_order or begins[-1] != count:
+            raise UsageError(f"{wanted} are not the layers 0 to {count - 1} in two stages or more, each layer once", EXAMPLE)
+        return [last + 1 for _, last in spans]
+    ends = possible_ends(model)
+    if not 2 <= (stages := spans[0][0]) <= len(ends):
+        hint = f"use 2 to {len(ends)} stages" if len(ends) > 1 else "leave --stages out"
+        raise UsageError(f"a target of {count} layers cannot have {stages} stages", hint)
+    return [ends[index - 1] for index in balanced([weights_of(part) for part in cut(model, ends)], stages)]
+
+
+def balanced(sizes: Sequence[int], stages: int) -> list[int]:
+    """Return the ends of stages of which the largest is as small as possible.
+
+    Args:
+        sizes: of the parts between places where the target may be cut, in bytes. The embedding is in the first, and the output
+            head in the last.
+
+    Returns:
+        The ends as numbers of parts.
+    """
+    before = [0, *accumulate(sizes)]
+
+    @cache
+    def best(end: int, stages: int) -> tuple[int, tuple[int, ...]]:
+        if stages == 1:
+            return before[end], (end,)
+        earlier = [(begin, *best(begin, stages - 1)) for begin in range(stages - 1, end)]
+        return min((max(largest, before[end] - before[begin]), (*ends, end)) for begin, largest, ends in earlier)
+
+    return [*best(len(sizes), stages)[1]]

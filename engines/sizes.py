@@ -1,0 +1,74 @@
+"""The sizes of a session, and whether its cache fits the memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from outrider.engines.contract import CacheTensor, RecurrentLayer, Stage, cache_tensors
+from outrider.engines.device import Device
+from outrider.engines.precisions import DTYPES
+from outrider.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a session and its model."""
+
+    layers: Sequence[tuple[int, int, int]]
+    """(key/value heads, key width, value width) of each layer with attention"""
+    vocab_rows: int
+    """width of the logits"""
+    capacity: int
+    """positions of the cache"""
+    windows: list[int]
+    """the windows of the engine, ascending; the last one is the capacity"""
+    max_rows: int
+    """rows of the longest pass"""
+    batch: int
+    """sequences, each with a slot of the cache"""
+    features: int | None = None
+    """width of the features that the model writes or reads; None if it has none"""
+    reads_features: bool = False
+    """whether the model is a draft head"""
+    mask_token: int = 0
+    """for models that draft in one pass: the token that stands for unknown tokens"""
+    block_state: int | None = None
+    """width of a block head's output for its Markov and confidence heads; None if it has none"""
+    from_anchor: bool = False
+    """for block heads: whether the last confirmed token's row gives the logits of the first drafted token"""
+    recurrent: Sequence[RecurrentLayer] = ()
+    """the recurrent layers"""
+    recent: int = 0
+    """rows that the recurrent layers keep, R of the contract"""
+    stage: Stage | None = None
+    """the part of the model that the session runs; None is the whole"""
+
+    @property
+    def tensors(self) -> list[CacheTensor]:
+        """The tensors of the cache, in the order of the model's inputs."""
+        whole = cache_tensors(self.layers, self.features, self.recurrent)
+        return whole if self.stage is None else [each for each in whole if each.past in self.stage.inputs]
+
+    @property
+    def cache(self) -> str:
+        """The cache in words."""
+        return f"a cache of {self.batch} x {self.capacity:,} positions"
+
+
+def check_memory(device: Device, sizes: Sizes, layout: Iterable[tuple[tuple[int, ...], str]]) -> None:
+    """Check that a cache fits before it is allocated: systems overcommit memory, and kill the process that uses it.
+
+    Args:
+        layout: shape and type of each tensor of the cache.
+
+    Raises:
+        EngineError: it does not fit.
+    """
+    size = sum(math.prod(shape) * DTYPES[dtype].numpy.itemsize for shape, dtype in layout)
+    if size > (total := device.memory()[1]):
+        raise EngineError(
+            f"no memory for {sizes.cache}: it takes {size:,} bytes, and there are {total:,}",
+            "build with a smaller --capacity or --batch",
+        )

@@ -1,0 +1,111 @@
+"""A session whose model is cut into stages, which run one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy.typing as npt
+
+from outrider.engines.arrays import Floats
+from outrider.engines.contract import BATCH_DIM, ROWS_DIM, WINDOW_DIM, Tensor, sized
+from outrider.engines.device import Buffer, Device, Launch, in_sequence
+from outrider.engines.session import Pass, Session
+from outrider.engines.sizes import Sizes
+
+FEWEST = 2  # rows of a pass that a stage may run in place of one
+
+
+def boundary_buffers(device: Device, tensors: Iterable[Tensor], sizes: Sizes) -> dict[str, Buffer]:
+    """Return memory for what stages give each other, by name, for the largest pass of a session.
+
+    Raises:
+        EngineError: the device has too little memory.
+    """
+    most = {BATCH_DIM: sizes.batch, ROWS_DIM: max(sizes.max_rows, FEWEST), WINDOW_DIM: sizes.capacity}
+    return {each.name: device.zeros(sized(each.shape, most), each.dtype, "what stages pass on") for each in tensors}
+
+
+class StagedSession(Session):
+    """The stages of a model, each a session with the caches of its own layers.
+
+    Whoever uses it does not notice the stages. All of them know the same sequences, slots and windows, and this session alone
+    keeps account of recurrent states.
+    """
+
+    def __init__(self, stages: Sequence[Session], sizes: Sequence[Sizes], whole: Sizes):
+        """Allocate what the stages pass on.
+
+        Args:
+            stages: the sessions, in order.
+            sizes: their sizes.
+            whole: the sizes of the whole model.
+
+        Raises:
+            EngineError: the device has too little memory.
+        """
+        super().__init__(stages[0].device, whole)
+        self.stages = list(stages)
+        self.skips_logits = stages[-1].skips_logits
+        self.recordable = all(stage.recordable for stage in stages)
+        passed = [tensor for each in sizes if each.stage is not None for tensor in each.stage.gives]
+        self._boundary = boundary_buffers(self.device, passed, whole)
+        self._features = next(
+            (stage for stage, each in zip(stages, sizes, strict=True) if each.features is not None), stages[-1]
+        )
+
+    def bind(self, buffers: Pass) -> Launch:
+        count, _, width = buffers.logits.shape
+        last = replace(buffers, boundary=self._boundary)
+        others = replace(last, logits=buffers.logits.part(0, count, 0, width))
+        return in_sequence([*(stage.bind(others) for stage in self.stages[:-1]), self.stages[-1].bind(last)])
+
+    def pair_lone_rows(self) -> None:
+        for stage in self.stages:
+            stage.pair_lone_rows()
+        self.unbind()
+
+    @property
+    def with_features(self) -> Session:
+        return self._features
+
+    def share_features(self, target: Session) -> None:
+        for stage in self.stages:
+            stage.share_features(target)
+
+    def set_features(self, features: Floats) -> None:
+        self._features.set_features(features)
+
+    def clear(self, slot: int) -> None:
+        for stage in self.stages:
+            stage.clear(slot)
+        self._assume_empty(slot)
+
+    def restart(self, slot: int) -> None:
+        for stage in self.stages:
+            stage.restart(slot)
+        self._assume_empty(slot)
+
+    def _assume_empty(self, slot: int) -> None:
+        if self.recurrence is not None:
+            self.recurrence.assume(slot, 0)
+
+    def copy(self, slot: int, to: int, length: int) -> None:
+        for stage in self.stages:
+            stage.copy(slot, to, length)
+        if self.recurrence is not None:
+            self.recurrence.copy(slot, to)
+
+    def snapshot(self, slot: int, place: int) -> None:
+        for stage in self.stages:
+            stage.snapshot(slot, place)
+
+    def restore(self, place: int, slot: int, position: int) -> None:
+        for stage in self.stages:
+            stage.restore(place, slot, position)
+        if self.recurrence is not None:
+            self.recurrence.assume(slot, position)
+
+    def cache(self) -> dict[str, npt.NDArray[Any]]:
+        return {name: tensor for stage in self.stages for name, tensor in stage.cache().items()}
