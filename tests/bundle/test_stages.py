@@ -1,0 +1,64 @@
+"""The stages in a manifest: they must have every layer and every cache once, and fit together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from outrider.bundle.decoding import decode_manifest
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.manifest import Manifest
+from outrider.engines.contract import INPUT_IDS, Stage, Tensor
+from outrider.errors import FolderError
+from outrider.tests.support import sealed_bundle
+
+PASSED = Tensor("boundary.0.0", "float32", ("batch", "rows", 8))
+FIRST = Stage((0, 0), 100, [INPUT_IDS, "past_key_0", "past_value_0"], [], [PASSED])
+SECOND = Stage((1, 1), 100, [INPUT_IDS, "past_key_1", "past_value_1"], [PASSED], [])
+
+
+def passing(tensor: Tensor) -> list[Stage]:
+    """The two stages with another tensor between them."""
+    return [replace(FIRST, gives=[tensor]), replace(SECOND, takes=[tensor])]
+
+
+def decode(folder: Path, *stages: Any) -> Manifest:
+    """A manifest with two layers in these stages, written and read again."""
+    sealed = read_manifest(sealed_bundle(folder))
+    assert sealed.build is not None
+    models = sealed.models | {"target": msgspec.structs.replace(sealed.models["target"], layers=[(2, 8, 8)] * 2)}
+    build = msgspec.structs.replace(sealed.build, stages=[*stages])
+    return decode_manifest(msgspec.structs.replace(sealed, models=models, build=build).encode())
+
+
+def test_stages_read_back_as_they_were_written(tmp_path: Path) -> None:
+    build = decode(tmp_path, FIRST, SECOND).build
+    assert build is not None
+    assert build.stages == [FIRST, SECOND]
+    assert [*build.files("target")] == ["target/layers-0-0.onnx", "target/layers-1-1.onnx"]
+    assert [*build.files("draft")] == ["draft/model.onnx"]
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [FIRST],
+        [SECOND],
+        [SECOND, FIRST],
+        [FIRST, SECOND, SECOND],
+        [FIRST, replace(SECOND, layers=(2, 2))],
+        [FIRST, replace(SECOND, layers=(1, 0))],
+        [FIRST, replace(SECOND, takes=[])],
+        [FIRST, replace(SECOND, inputs=FIRST.inputs)],
+        passing(replace(PASSED, dtype="text")),
+        passing(replace(PASSED, shape=("batch", "rows", -8))),
+        passing(replace(PASSED, shape=("batch", "many", 8))),
+    ],
+)
+def test_stages_that_do_not_fit_together_are_damage(tmp_path: Path, stages: list[Stage]) -> None:
+    with pytest.raises(FolderError, match="its stages do not fit together"):
+        decode(tmp_path, *stages)

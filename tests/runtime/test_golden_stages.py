@@ -1,0 +1,135 @@
+"""A target in stages gives the tokens of the whole one: alone and together, greedy and sampled, with every kind of draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from outrider.export.pair import export_pair
+from outrider.runtime.generation import Outrider
+from outrider.tests.deferred import deferred
+from outrider.tests.runtime.stages import SLOTS, alone, loaded, results, together
+from outrider.tests.support import ROOT, Made
+
+HYBRID = str(ROOT / "examples" / "tiny-hybrid" / "target")
+
+
+class Cut(NamedTuple):
+    """A target, and where it is cut."""
+
+    export: str
+    stages: str
+    backend: str = "onnxruntime"
+
+
+CUTS = {
+    "head": Cut("fp32 trained head", "2"),
+    "hybrid": Cut("fp32 hybrid", "0-1,2-3"),
+    "six layers in three": Cut("shipped", "0,1-3,4-5"),
+    "hybrid in three": Cut("fp32 hybrid", "3"),
+    "hybrid in four, int4": Cut("int4 hybrid", "4"),
+    "block": Cut("fp32 random block", "2"),
+    "parallel head": Cut("fp32 random parallel-head", "2"),
+    "parallel draft": Cut("fp32 trained parallel", "2"),
+    "int4": Cut("int4 random head", "2"),
+    "openvino": Cut("fp32 trained head", "2", "openvino"),
+    "openvino in three": Cut("shipped", "3", "openvino"),
+    "openvino, int4": Cut("int4 random head", "2", "openvino"),
+    "openvino, fp16": Cut("fp16 pair", "2", "openvino"),
+}
+QUICK = ("head",)
+Pair = tuple[Outrider, Outrider]
+
+
+@pytest.fixture(scope="module")
+def pairs(
+    shipped_export: Path,
+    trained_exports: Callable[[str], Path],
+    drafter_exports: Callable[[str, str], Path],
+    once: Callable[[str, Callable[[Path], object]], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Made[Pair]:
+    """Each target in one piece and in stages."""
+    folder = tmp_path_factory.mktemp("stages")
+
+    def exported(name: str) -> Path:
+        precision, _, what = name.partition(" ")
+        if name == "shipped":
+            return shipped_export
+        if what == "hybrid":
+            return once(f"hybrid-{precision}", lambda output: export_pair(HYBRID, None, output, precision=precision))
+        return trained_exports(precision) if what == "pair" else drafter_exports(precision, what)
+
+    def make(name: str) -> Pair:
+        export, stages, backend = CUTS[name]
+        source = exported(export)
+        return (
+            loaded(source, folder / f"{name} whole", None, backend=backend),
+            loaded(source, folder / f"{name} staged", stages, backend=backend),
+        )
+
+    return Made(make)
+
+
+@pytest.fixture(params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CUTS])
+def pair(request: pytest.FixtureRequest, pairs: Made[Pair]) -> Pair:
+    return pairs[request.param]
+
+
+def test_stages_compute_the_same_bits(pair: Pair) -> None:
+    """In every pass, and in the caches, also after copies and snapshots."""
+    whole, staged = pair
+    assert len(staged.build.stages) > 1
+    got, want = ([*map(np.array, results(each.engines.session("target", SLOTS)))] for each in (staged, whole))
+    assert len(got) == len(want)
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("k", [0, 4, "auto", pytest.param(1, marks=pytest.mark.slow)])
+def test_texts_of_stages_are_those_of_the_whole(pair: Pair, k: int | str) -> None:
+    """Greedy and sampled, free and under grammars, with each drafter of the bundle."""
+    whole, staged = pair
+    assert staged.drafters == whole.drafters
+    want = alone(whole, 0, None, 24)
+    for drafter in whole.drafters if k == 4 else [None]:
+        assert alone(staged, k, drafter, 24) == want, drafter
+
+
+@pytest.mark.parametrize("k", ["auto", pytest.param(4, marks=pytest.mark.slow)])
+def test_requests_share_the_slots_of_all_stages(pair: Pair, k: int | str) -> None:
+    """With prefixes that are copied, kept and cut off, and requests that are cancelled."""
+    whole, staged = pair
+    assert together(staged, k) == together(whole, 0)
+
+
+def test_stages_wait_for_each_other_on_a_device_that_runs_behind(pairs: Made[Pair]) -> None:
+    whole, staged = pairs[QUICK[0]]
+    behind = deferred(staged.engines.folder, slots=SLOTS)
+    assert alone(behind, 4, None, 12) == alone(whole, 0, None, 12)
+    assert behind.engines.device.replayed  # type: ignore[attr-defined]  # rounds are recorded over both stages
+
+
+def test_a_head_reads_the_features_of_the_stage_that_has_them(pairs: Made[Pair]) -> None:
+    whole, staged = pairs[QUICK[0]]
+    assert alone(staged, 4, "head", 24) == alone(whole, 4, "head", 24)
+    accepted = []
+    for each in (whole, staged):
+        *_, last = each.generate("Once upon a time", k=4, drafter="head")
+        accepted.append(last.stats.accepted)
+    assert accepted[0] == accepted[1] > 0
+
+
+@pytest.mark.slow
+def test_rounded_halves_are_near_those_of_the_whole(trained_exports: Callable[[str], Path], tmp_path: Path) -> None:
+    """ONNX Runtime adds and normalizes fp16 in fp32 before it rounds the sum; a stage begins with the rounded sum."""
+    cuts = {"whole": None, "staged": "2"}
+    made = [loaded(trained_exports("fp16"), tmp_path / name, stages) for name, stages in cuts.items()]
+    sessions = [each.engines.session("target", SLOTS) for each in made]
+    want, got = (results(each) for each in sessions)
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours.astype(np.float32), theirs.astype(np.float32), atol=0.02, rtol=0.02)
