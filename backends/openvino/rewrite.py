@@ -173,9 +173,12 @@ def _added(graph: ir.Graph, name: str, dtype: ir.DataType, shape: Sequence[int |
 
 def _replace(graph: ir.Graph, old: ir.Node, new: ir.Node, result: ir.Value) -> None:
     """Insert `new` before `old`, replace `result` with its output, and remove the nodes that are then unused."""
-    new.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    made = new.outputs[0]
+    made.type = ir.TensorType(ir.DataType.FLOAT)
+    if result.is_graph_output():  # a stage passes it on
+        made.name, made.shape, result.name = result.name, result.shape, None
     graph.insert_before(old, new)
-    result.replace_all_uses_with(new.outputs[0])
+    result.replace_all_uses_with(made, replace_graph_outputs=True)
     for node in (result.producer(), old):
         if node is not None and node.graph is not None:
             graph.remove(node, safe=True)

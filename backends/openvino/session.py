@@ -108,6 +108,7 @@ class PagedSession(Session):
         self.clear(0)
 
     def share_features(self, target: Session) -> None:
+        target = target.with_features
         assert isinstance(target, PagedSession)
         self._features = target._features
         self._passes.clear()
