@@ -7,7 +7,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,7 @@ from outrider.bundle.manifest import (
     round_rows,
     step_file,
 )
-from outrider.engines.contract import (
-    PAST_FEATURES,
-    Stage,
-    recent_rows,
-    window_buckets,
-)
+from outrider.engines.contract import Stage, recent_rows, window_buckets
 from outrider.engines.device import Cpu, Device, Engine
 from outrider.engines.graph_session import GraphSession
 from outrider.engines.samplers import DRAFT_SAMPLERS, MARKOV
@@ -68,9 +63,7 @@ class Engines(ABC):
         whole = self.sizes(role, batch)
         if not (stages := self.build.stages_of(role)):
             return self.model(role, whole)
-        sizes = [
-            replace(whole, stage=stage, features=whole.features if PAST_FEATURES in stage.inputs else None) for stage in stages
-        ]
+        sizes = [whole.of(stage) for stage in stages]
         return StagedSession([self.model(role, each) for each in sizes], sizes, whole)
 
     def sessions(self, batch: int) -> dict[str, Session]:
@@ -134,8 +127,7 @@ class GraphEngines(Engines):
         """
 
     def model(self, role: str, sizes: Sizes) -> Session:
-        engine = self.step_model(role) if sizes.stage is None else self.step_model(role, sizes.stage)
-        return GraphSession(self.device, engine, self.manifest.models[role].precision, sizes)
+        return GraphSession(self.device, self.step_model(role, sizes.stage), self.manifest.models[role].precision, sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from outrider.engines.contract import CacheTensor, RecurrentLayer, Stage, cache_tensors
+from outrider.engines.contract import PAST_FEATURES, CacheTensor, RecurrentLayer, Stage, cache_tensors
 from outrider.engines.device import Device
 from outrider.engines.precisions import DTYPES
 from outrider.errors import EngineError
@@ -44,6 +44,10 @@ class Sizes:
     """rows that the recurrent layers keep, R of the contract"""
     stage: Stage | None = None
     """the part of the model that the session runs; None is the whole"""
+
+    def of(self, stage: Stage) -> Sizes:
+        """Return the sizes of a stage of the model."""
+        return replace(self, stage=stage, features=self.features if PAST_FEATURES in stage.inputs else None)
 
     @property
     def tensors(self) -> list[CacheTensor]:
