@@ -53,7 +53,7 @@ def read_config(source: Source) -> Any:
             run or are traced.
     """
     source.config()  # checks the numbers
-    packing_of(source)  # refuses formats that are not read
+    packing_of(source.quantization(), source.name)  # refuses formats that are not read
     file = gguf_file_of(source)
     with metadata_read_once():
         config = source.read("configuration", AutoConfig)
@@ -203,7 +203,7 @@ def open_model(
         UsageError: two adapters replace the same weights.
     """
     file, config = gguf_file_of(source), read_config(source)
-    packing = packing_of(source)
+    packing = packing_of(source.quantization(), source.name)
     for each in (config, config.get_text_config()) if packing is not None else ():
         vars(each).pop("quantization_config", None)  # transformers would want the library that wrote it
     checkpoint, weights = Outlined(packing), Streamed(scratch, progress)

@@ -20,7 +20,7 @@ from outrider.export.checkpoints.float_blocks import EXPONENTS, fp4, in_blocks, 
 from outrider.export.checkpoints.integers import Integers
 from outrider.export.checkpoints.modelopt import MODELOPT, modelopt
 from outrider.export.checkpoints.packed_weight import GROUPED, OTHERWISE, PackedWeight, Parts, groups_of
-from outrider.export.checkpoints.source import AGAIN, Source
+from outrider.export.checkpoints.source import AGAIN
 
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # the places in a word of consecutive outputs
 MXFP4_BYTES = 16  # for 32 numbers, which share a scale
@@ -41,18 +41,21 @@ UNUSED = re.compile(
 )
 
 
-def packing_of(source: Source) -> Mapping[str, Any] | None:
-    """Return the settings of a checkpoint's quantization, as `unpacked` takes them; None if it is not quantized.
+def packing_of(settings: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """Return the settings of a checkpoint's quantization as `unpacked` takes them; None if it is not quantized.
+
+    Args:
+        settings: as `Source.quantization` returns them.
+        name: the checkpoint's, for errors.
 
     Raises:
-        SourceError: see `Source.quantization`.
         UnsupportedModelError: it is quantized by a method that is not read.
     """
-    settings = _in_words_of_others(source.quantization())
-    method = settings.get("quant_method") or next((name for key, name in UNNAMED.items() if settings.get(key)), None)
+    settings = _in_words_of_others(settings)
+    method = settings.get("quant_method") or next((each for key, each in UNNAMED.items() if settings.get(key)), None)
     if method is not None and method not in {*METHODS, *OF_TRANSFORMERS}:
         form = f" ({form:.60})" if isinstance(form := settings.get("packing_format"), str) else ""
-        raise UnsupportedModelError(f"{source.name} is quantized by {method}{form}, which is not read", OTHERWISE)
+        raise UnsupportedModelError(f"{name} is quantized by {method}{form}, which is not read", OTHERWISE)
     return settings if method is not None else None
 
 
@@ -72,13 +75,12 @@ def unpacked(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
 
     Args:
         tensors: those in the files, by name; `empty` has the shape, and indexing reads.
-        settings: the `quantization_config`, of a method that `packing_of` does not refuse.
+        settings: those of the quantization, from `packing_of`.
 
     Raises:
         UnsupportedModelError: the tensors are in a layout that is not read.
         SourceError: some are missing, now or when a weight is read.
     """
-    settings = _in_words_of_others(settings)
     tensors = {name: tensor for name, tensor in tensors.items() if not UNUSED.fullmatch(name)}
     if (read := OF_TRANSFORMERS.get(settings["quant_method"])) is not None:
         return read(tensors, settings)

@@ -51,7 +51,7 @@ def read_tensors(source: Source, files: Mapping[str, str]) -> dict[str, torch.Te
         SourceError: they cannot be read, or do not fit each other.
         UnsupportedModelError: they are in a layout that is not read.
     """
-    packing = packing_of(source)
+    packing = packing_of(source.quantization(), source.name)
     with _reading(source):
         shards = {each: opened(source.file(each) or Path(source.location, each)) for each in sorted({*files.values()})}
         tensors: dict[str, Any] = {name: FileTensor(shards[file], name) for name, file in files.items()}

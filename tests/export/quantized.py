@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from outrider.export.checkpoints.outlines import FileTensor
-from outrider.export.checkpoints.packed import unpacked
+from outrider.export.checkpoints.packed import packing_of, unpacked
 
 GROUP = 32
 MOST_FP8 = 448.0  # the largest number
@@ -208,9 +208,10 @@ def dequantized(source: Path, folder: Path) -> Path:
     """Copy a quantized checkpoint, with the weights that its modules have, in fp32."""
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
-    settings = config.pop("quantization_config")
+    packing = packing_of(config.pop("quantization_config"), source.name)
+    assert packing is not None
     with safe_open(source / "model.safetensors", framework="pt") as file:
-        tensors = unpacked({name: FileTensor(file, name) for name in file.keys()}, settings)  # noqa: SIM118
+        tensors = unpacked({name: FileTensor(file, name) for name in file.keys()}, packing)  # noqa: SIM118
         save_file({name: each[...] for name, each in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -16,7 +16,6 @@ from outrider.errors import UsageError
 from outrider.export.checkpoints.checkpoint import load_model, open_model
 from outrider.export.checkpoints.gguf_blocks import BLOCKS
 from outrider.export.checkpoints.integers import CONTENTS
-from outrider.export.checkpoints.packed import unpacked
 from outrider.export.checkpoints.source import Source
 from outrider.export.checkpoints.tokenizer import load_tokenizer
 from outrider.export.graph.experts import BlockExperts
@@ -28,7 +27,7 @@ from outrider.export.weights.rounding import AS_IS, Rounding
 from outrider.export.weights.stored import Form, StoredWeight
 from outrider.tests.export import quantized
 from outrider.tests.export.architectures import COMMON
-from outrider.tests.export.packed.cases import CASES, Tensor, case
+from outrider.tests.export.packed.cases import CASES, case, packed_weight
 from outrider.tests.export.quantized import HALVES
 from outrider.tests.support import PAIR, run_here, write_checkpoint
 
@@ -91,7 +90,7 @@ FORMS = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_get_the_library_s_weights(name: str) -> None:
     settings, tensors, weight = case(name)
-    packed = unpacked({f"a.b.{part}": Tensor(tensor) for part, tensor in tensors.items()}, settings)["a.b.weight"]
+    packed = packed_weight(settings, tensors)
     if name not in FORMS:
         assert not packed.contents
         assert "fp" in name

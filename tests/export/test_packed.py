@@ -13,18 +13,16 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError
 from outrider.export.checkpoints.checkpoint import load_model, open_model
-from outrider.export.checkpoints.packed import unpacked
 from outrider.export.checkpoints.source import Source
-from outrider.tests.export.packed.cases import CASES, UNUSED, Tensor, case
+from outrider.tests.export.packed.cases import CASES, UNUSED, case, packed_weight
 from outrider.tests.export.refused_formats import LAYOUTS
 from outrider.tests.support import llama, write_checkpoint
 
 
 def read(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    found = unpacked({f"a.b.{part}": Tensor(tensor) for part, tensor in tensors.items()}, settings)
-    assert [*found] == ["a.b.weight"]
-    assert found["a.b.weight"].empty.shape == found["a.b.weight"][...].shape
-    weight: torch.Tensor = found["a.b.weight"][...]
+    found = packed_weight(settings, tensors)
+    weight = found[...]
+    assert found.empty.shape == weight.shape
     return weight
 
 
@@ -226,7 +224,7 @@ def test_a_missing_part_is_named(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["awq", "ct-fp8-tensor", "ct-nvfp4", "modelopt-nvfp4"])
 def test_scales_of_activations_and_caches_are_left_out(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Without a word; nothing is rounded by them."""
+    """The output of an export says so; transformers does not warn of them."""
     module = write_with(tmp_path / "model", name)
     folder, layer = tmp_path / "model", "model.layers.0"
     file = folder / "model.safetensors"

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from outrider.export.checkpoints.packed import packing_of, unpacked
+from outrider.export.checkpoints.packed_weight import PackedWeight
+
 ARRAYS = dict(np.load(Path(__file__).with_name("fixtures.npz")))
 CASES = sorted({name.split("/")[0] for name in ARRAYS})
 # Servers round their activations and caches by these.
@@ -18,6 +21,16 @@ UNUSED = (
     *("mlp.down_proj.input_scale", "mlp.down_proj.input_zero_point", "mlp.down_proj.input_global_scale"),
     *("mlp.down_proj.activation_scale", "mlp.down_proj.output_scale", "mlp.down_proj.qscale_act"),
 )
+
+
+def packed_weight(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> PackedWeight:
+    """The weight of a module `a.b` with these settings of its checkpoint and these tensors."""
+    packing = packing_of(settings, "a checkpoint")
+    assert packing is not None
+    found = unpacked({f"a.b.{part}": Tensor(tensor) for part, tensor in tensors.items()}, packing)
+    assert [*found] == ["a.b.weight"]
+    weight: PackedWeight = found["a.b.weight"]
+    return weight
 
 
 def case(name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor]:
