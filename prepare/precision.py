@@ -41,6 +41,20 @@ def default_precision(wanted: Wanted, target: Source) -> str:
     return AS_IS if target.stored_bits() == PRECISIONS[PRECISION].weight_bits else PRECISION
 
 
+def weight_bits(precision: str, source: Source) -> float:
+    """Return roughly how many bits a weight of a target or draft takes in an export.
+
+    Raises:
+        SourceError: the checkpoint has no configuration.
+    """
+    if precision != AS_IS:
+        return PRECISIONS[precision].weight_bits
+    if (kept := _kept(source)) is not None:
+        return kept.bits
+    own = source.stored_bits() or 0  # a draft that is not quantized is rounded to the least
+    return min(each.weight_bits for each in PRECISIONS.values() if each.weight_bits >= own)
+
+
 def why(precision: str, wanted: Wanted, target: Source) -> str:
     """Return why `default_precision` is what it is, and what as-is brings or would bring."""
     kept = _kept(target) if precision in (AS_IS, PRECISION) and not wanted.lora else None

@@ -15,7 +15,6 @@ from outrider.builder.defaults import K, backends, capacity_and_batch, sequence_
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import MANIFEST, Manifest
 from outrider.engines.device import Device
-from outrider.engines.precisions import PRECISIONS
 from outrider.engines.threads import processor_name, thread_count
 from outrider.errors import FolderError, ParityError, SourceError, UsageError, reason_of
 from outrider.export.arguments import ExportArguments
@@ -24,7 +23,7 @@ from outrider.export.checkpoints.source import MTP, NONE, Source
 from outrider.export.garbage import exporter, without_garbage_collection
 from outrider.export.weights.rounding import AS_IS
 from outrider.prepare.cache import Cache
-from outrider.prepare.precision import NEXT_PRECISION, PRECISION, default_precision, why
+from outrider.prepare.precision import NEXT_PRECISION, PRECISION, default_precision, weight_bits, why
 from outrider.prepare.wanted import Wanted
 from outrider.progress import Progress
 from outrider.runtime.policy.choice import AUTO
@@ -162,9 +161,10 @@ def _exported(wanted: Wanted, pair: Pair, made_from: dict[str, Any], label: str,
         def checked(precision: str) -> ExportArguments:
             return ExportArguments.check(pair.target, pair.drafts, folder, precision=precision, lora=pair.adapters)
 
-        weights = sum(_weights(source, progress) for source in pair.sources)
+        weights = [_weights(source, progress) for source in pair.sources]  # before anything reads a file of the hub
         precision = wanted.precision or default_precision(wanted, pair.target)
-        _check_room(weights, precision, cache.root)
+        bits = [weight_bits(precision, source) for source in pair.sources]
+        _check_room([*zip(weights, bits, strict=True)], cache.root)
         try:
             export(checked(precision), progress)
         except ParityError as error:
@@ -268,14 +268,14 @@ def _statuses(source: Source) -> dict[str, os.stat_result]:
     return {str(path.relative_to(folder)): path.stat() for path in sorted(paths) if path.is_file()}
 
 
-def _check_room(weights: float, precision: str, root: Path) -> None:
-    """Check that the disk has room for an export and its bundle, roughly.
+def _check_room(models: list[tuple[float, float]], root: Path) -> None:
+    """Check that the disk has room for an export and its bundle, roughly, given the models' weights and bits of each weight.
 
     Raises:
         FolderError: it does not have enough room.
     """
-    bits = PRECISIONS[PRECISION if precision == AS_IS else precision].weight_bits
-    needed = weights * max(2 * bits, bits + (8 if bits <= 8 else 0)) / 8  # an export rounds into temporary files of bytes
+    # An export rounds into temporary files of bytes.
+    needed = sum(weights * max(2 * bits, bits + (8 if bits < 16 else 0)) / 8 for weights, bits in models)
     free = shutil.disk_usage(root).free
     if needed > free:
         raise FolderError(

@@ -21,6 +21,7 @@ class Kept(NamedTuple):
     """The weights of a file's matrices that as-is keeps."""
 
     kind: str  # the type of most of them, such as Q4_K
+    bits: float  # of a weight on average, with scales and offsets
     ratio: float  # bytes of all matrices, over what they take in int4 with a head in int8
     offsets: bool  # whether that type has offsets, for which kernels compute a second product
     parameters: int  # of all matrices
@@ -45,7 +46,7 @@ def kept(path: Path) -> Kept | None:
         return None
     as_is = sum(count * _bits(kind) for kind, count in weights.items())
     rounded = sum(count * _rounded(8 if name == head else 4) for name, (_, count) in sizes.items())
-    return Kept(kind.name, as_is / rounded, _groups(kind).offsets is not None, parameters)
+    return Kept(kind.name, as_is / weights.total(), as_is / rounded, _groups(kind).offsets is not None, parameters)
 
 
 def _bits(kind: gguf.GGMLQuantizationType) -> float:
