@@ -32,6 +32,7 @@ from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.checkpoints.integers import Content
 from outrider.export.checkpoints.packed import unpacked
 from outrider.export.checkpoints.packed_weight import OTHERWISE, PackedWeight
+from outrider.export.checkpoints.separate_experts import joining
 from outrider.export.checkpoints.source import AGAIN, reason_of
 from outrider.export.checkpoints.swapped import swapped
 
@@ -122,7 +123,10 @@ class Outlined:
     def _outline(self, model: PreTrainedModel, tensors: Mapping[str, Any], config: Any) -> Any:
         """Load a model without large weights, and return transformers' report."""
         parameters, known = dict(model.named_parameters(remove_duplicate=False)), model.state_dict()
-        mapping = copy.deepcopy(config.weight_mapping or [])  # it remembers what it has renamed
+        own = config.weight_mapping or []
+        joined = joining(model, tensors, (each for each in own if isinstance(each, WeightConverter)))
+        config = replace(config, weight_mapping=[*own, *joined])
+        mapping = copy.deepcopy(config.weight_mapping)  # it remembers what it has renamed
         renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         converters = [each for each in mapping if isinstance(each, WeightConverter)]
         targets: dict[str, list[str]] = defaultdict(list)  # what transformers makes of a tensor, or the first of several

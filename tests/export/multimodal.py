@@ -78,6 +78,29 @@ RENAMED = {
 }
 
 
+def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of Qwen3-VL-MoE, with a matrix for each projection of an expert instead of one for all."""
+    made = {}
+    for name, tensor in tensors.items():
+        experts, _, joined = name.rpartition(".")
+        for at, each in enumerate(tensor if experts.endswith("experts") else ()):
+            for part, matrix in zip(joined.split("_")[:-1], each.chunk(joined.count("_")), strict=True):
+                made[f"{experts}.{at}.{part}_proj.weight"] = matrix.contiguous()
+        made |= {} if experts.endswith("experts") else {name: tensor}
+    return made
+
+
+def join(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `separate` takes apart."""
+    made = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for experts in {name.partition(".experts.")[0] + ".experts" for name in tensors if ".experts." in name}:
+        count = len({name.removeprefix(experts).split(".")[1] for name in tensors if name.startswith(f"{experts}.")})
+        for parts in (("gate", "up"), ("down",)):
+            each = [torch.cat([tensors[f"{experts}.{at}.{part}_proj.weight"] for part in parts]) for at in range(count)]
+            made[f"{experts}.{'_'.join(parts)}_proj"] = torch.stack(each)
+    return made
+
+
 def rename(tensors: dict[str, torch.Tensor], names: dict[str, str]) -> dict[str, torch.Tensor]:
     """The tensors of a file, with other beginnings of their names."""
     made = {}

@@ -16,9 +16,10 @@ from outrider.bundle.folder import read_manifest
 from outrider.export.checkpoints.checkpoint import load_model
 from outrider.export.checkpoints.source import Source
 from outrider.tests.export import quantized
-from outrider.tests.export.multimodal import RENAMED, logits, made, rename
+from outrider.tests.export.multimodal import RENAMED, join, logits, made, rename, separate
 from outrider.tests.support import run_here, write_checkpoint
 
+FILE = "model.safetensors"
 VISION = "visual|vision|projector"
 OF_MISTRAL = {"ignore": ["re:.*lm_head", "re:vision_tower.*", "re:multi_modal_projector.*"]}
 
@@ -33,6 +34,7 @@ class Published:
     settings: dict[str, Any] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)  # that replace those transformers writes
     kept: str = VISION
+    separate: bool = False  # a matrix for each projection of an expert
 
 
 PUBLISHED = {
@@ -59,6 +61,16 @@ PUBLISHED = {
         "model.language_model.layers.0.mlp.experts.gate_up_proj_scale_inv",
         {"modules_to_not_convert": ["lm_head", "model.visual.merger.linear_fc1", "model.language_model.layers.0.mlp.gate"]},
     ),
+    "Qwen3-VL-MoE, AWQ": Published(
+        "Qwen3-VL-MoE", "awq", "model.language_model.layers.0.mlp.experts.3.up_proj.qweight", separate=True
+    ),
+    "Qwen3-VL-MoE, compressed-tensors": Published(
+        "Qwen3-VL-MoE",
+        "compressed-tensors",
+        "model.language_model.layers.0.mlp.experts.3.up_proj.weight_packed",
+        {"ignore": ["re:.*lm_head", "re:.*visual.*", "re:.*mlp.gate$"]},
+        separate=True,
+    ),
     "Mistral-3, compressed-tensors": Published(
         "Mistral-3", "compressed-tensors", "language_model.model.layers.0.mlp.down_proj.weight_packed", OF_MISTRAL
     ),
@@ -82,8 +94,10 @@ PUBLISHED = {
 def write(published: Published, folder: Path) -> Path:
     """A checkpoint in a form."""
     plain = write_checkpoint(folder / "plain", made(published.model))
+    if published.separate:
+        save_file(separate(load_file(plain / FILE)), plain / FILE, metadata={"format": "pt"})
     model = quantized.write(plain, folder / "model", published.method, published.kept, **published.settings)
-    file = model / "model.safetensors"
+    file = model / FILE
     tensors = rename(load_file(file), published.names)
     assert published.module in tensors
     save_file(tensors, file, metadata={"format": "pt"})
@@ -94,7 +108,10 @@ def write(published: Published, folder: Path) -> Path:
 def test_the_text_model_is_that_of_the_whole(form: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As transformers computes it of the same weights in fp32."""
     folder = write(PUBLISHED[form], tmp_path)
-    whole = AutoModelForImageTextToText.from_pretrained(quantized.dequantized(folder, tmp_path / "dequantized")).eval()
+    plain = quantized.dequantized(folder, tmp_path / "dequantized")
+    if PUBLISHED[form].separate:
+        save_file(join(load_file(plain / FILE)), plain / FILE, metadata={"format": "pt"})
+    whole = AutoModelForImageTextToText.from_pretrained(plain).eval()
     capfd.readouterr()
     loaded = load_model(Source.parse(str(folder)), "int4")
     assert "UNEXPECTED" not in "".join(capfd.readouterr())
@@ -113,7 +130,9 @@ def test_the_settings_may_be_those_of_the_text_model(tmp_path: Path) -> None:
         assert torch.equal(logits(load_model(Source.parse(str(folder)), "int4")), want)
 
 
-@pytest.mark.parametrize("form", ["Qwen2.5-VL, AWQ", "Mistral-3, compressed-tensors"])
+@pytest.mark.parametrize(
+    "form", ["Qwen2.5-VL, AWQ", pytest.param("Qwen3-VL-MoE, AWQ", marks=pytest.mark.slow), "Mistral-3, compressed-tensors"]
+)
 def test_its_integers_are_kept(form: str, tmp_path: Path) -> None:
     folder = write(PUBLISHED[form], tmp_path)
     options = ("--draft", "none", "--precision", "as-is", "-o", tmp_path / "export")

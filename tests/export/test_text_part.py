@@ -13,7 +13,7 @@ from outrider.bundle.folder import read_manifest
 from outrider.errors import UnsupportedModelError
 from outrider.export.checkpoints.checkpoint import load_model
 from outrider.export.checkpoints.source import Source
-from outrider.tests.export.multimodal import CONFIGS, PIXELS, RENAMED, TEXT, logits, made, rename
+from outrider.tests.export.multimodal import CONFIGS, PIXELS, RENAMED, TEXT, logits, made, rename, separate
 from outrider.tests.support import run_here, write_checkpoint
 
 
@@ -36,6 +36,24 @@ def test_other_names_of_weights_are_read(name: str, tmp_path: Path) -> None:
     assert tensors.keys() != load_file(file).keys()
     save_file(tensors, file, metadata={"format": "pt"})
     torch.testing.assert_close(logits(load_model(Source.parse(str(folder)), "fp32")), logits(whole), rtol=1e-5, atol=1e-6)
+
+
+def test_experts_may_be_separate(tmp_path: Path) -> None:
+    whole = made("Qwen3-VL-MoE")
+    folder = write_checkpoint(tmp_path / "model", whole)
+    file = folder / "model.safetensors"
+    tensors = separate(load_file(file))
+    assert tensors["model.language_model.layers.0.mlp.experts.3.gate_proj.weight"].shape == (32, 64)
+    save_file(tensors, file, metadata={"format": "pt"})
+    torch.testing.assert_close(logits(load_model(Source.parse(str(folder)), "fp32")), logits(whole), rtol=1e-5, atol=1e-6)
+
+
+def test_separate_experts_of_another_order_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", hf.Llama4ForCausalLM(hf.Llama4TextConfig(**TEXT, num_local_experts=2)))
+    file, expert = folder / "model.safetensors", "model.layers.0.feed_forward.experts.0.up_proj.weight"
+    save_file(load_file(file) | {expert: torch.zeros(64, 64)}, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=rf"{expert} is of a single expert; of llama4_text, only joined"):
+        load_model(Source.parse(str(folder)), "fp32")
 
 
 def test_one_that_reads_prompts_in_both_directions_is_refused(tmp_path: Path) -> None:
