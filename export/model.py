@@ -72,6 +72,10 @@ def load(job: ModelJob) -> tuple[PreTrainedModel, Streamed, Generation]:
     model, weights = open_model(job.source, job.precision, job.folder, job.progress, job.adapters)
     if has_text_part(model.config):
         job.progress.stage(f"loading the {job.role}: text only, images are refused")
+    if weights.without_scales:
+        job.progress.stage(
+            f"loading the {job.role}: its scales of activations and caches are left out; nothing is rounded by them"
+        )
     defaults, positions = generation_defaults(model, job.tokenizer), max_positions(model)
     name, rows = job.source.name, head_rows(model, job)
     if positions is not None and positions < 3:  # a round with one draft token needs three

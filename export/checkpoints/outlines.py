@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
 
 from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.checkpoints.integers import Content
-from outrider.export.checkpoints.packed import unpacked
+from outrider.export.checkpoints.packed import UNUSED, unpacked
 from outrider.export.checkpoints.packed_weight import OTHERWISE, PackedWeight
 from outrider.export.checkpoints.separate_experts import joining
 from outrider.export.checkpoints.source import AGAIN, reason_of
@@ -97,6 +97,7 @@ class Outlined:
         self._packing = packing
         # The names of large tensors, by the part of the model and the first of the parameters that transformers makes of them.
         self.sources: dict[str, dict[str, list[str]]] = defaultdict(dict)
+        self.without_scales = False  # whether the checkpoint has scales of activations or caches, which are not read
         self._tensors: Mapping[str, Any] = {}
         self._config: Any = None
 
@@ -114,6 +115,7 @@ class Outlined:
                 files = [*map(opened, files)]
                 tensors = {name: FileTensor(file, name) for file in files for name in file.keys()}  # noqa: SIM118
             if self._packing is not None:
+                self.without_scales = any(map(UNUSED.fullmatch, tensors))
                 tensors = unpacked(tensors, self._packing)
             return self._outline(model, tensors, config), None
 

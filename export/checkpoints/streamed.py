@@ -145,6 +145,11 @@ class Streamed:
         """Whether the checkpoint stores weights as integers; then `contents` returns them."""
         return self._checkpoint.has_integers
 
+    @property
+    def without_scales(self) -> bool:
+        """Whether the checkpoint has scales of activations or caches, which are not read."""
+        return self._checkpoint.without_scales
+
     def contents(self, part: str, content: str) -> dict[tuple[str, ...], torch.Tensor]:
         """Return one of `integers.CONTENTS` of the part's weights that have it, float32, by the names of tied parameters."""
         if self._model is None:
