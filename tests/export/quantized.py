@@ -103,6 +103,13 @@ def nvfp4(weight: torch.Tensor) -> Tensors:
     return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": whole.reshape(1)}
 
 
+def modelopt_nvfp4(weight: torch.Tensor) -> Tensors:
+    """With a second scale that multiplies."""
+    parts = nvfp4(weight)
+    whole = parts.pop("weight_global_scale")
+    return {"weight": parts["weight_packed"], "weight_scale": parts["weight_scale"], "weight_scale_2": 1 / whole[0]}
+
+
 def mxfp4(weight: torch.Tensor) -> Tensors:
     exponents = weight.reshape(len(weight), -1, 32).abs().amax(-1).log2().floor() - 2
     return {"weight_packed": in_fp4(weight, exponents.exp2()), "weight_scale": (exponents + 127).to(torch.uint8)}
@@ -161,6 +168,11 @@ METHODS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
     "ct-nvfp4": (nvfp4, scheme("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)),
     "ct-mxfp4": (mxfp4, scheme("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32)),
     "modelopt": (modelopt, {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": GROUP}),
+    "modelopt-nvfp4": (modelopt_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}),
+    "auto-round": (
+        gptq_symmetric,
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": GROUP, "sym": True},
+    ),
     "fp8": (in_fp8, FP8 | {"activation_scheme": "static", "weight_block_size": None}),
     "fp8-blocks": (in_fp8_blocks, FP8 | {"weight_block_size": [GROUP, GROUP]}),
 }

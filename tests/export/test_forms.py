@@ -43,6 +43,7 @@ FORMS = {
     "compressed-tensors, pack-quantized, symmetric, bf16 scales": "compressed-tensors",
     "compressed-tensors, pack-quantized, asymmetric": "ct-asymmetric",
     "compressed-tensors, int-quantized, int8, bf16 scales": "ct-int8",
+    "AutoRound, packed as GPTQ": "auto-round",
     "ModelOpt AWQ, factors of inputs": "modelopt",
 } | dict.fromkeys(GGUF, "")
 ROUNDED = {
@@ -51,6 +52,7 @@ ROUNDED = {
     "compressed-tensors, FP8 of rows": "ct-fp8",
     "compressed-tensors, NVFP4": "ct-nvfp4",
     "compressed-tensors, MXFP4": "ct-mxfp4",
+    "ModelOpt, NVFP4": "modelopt-nvfp4",
 }
 KEPT = "kept as"
 DEQUANTIZED = "no: dequantized without loss"
