@@ -12,6 +12,7 @@ from onnxscript.rewriter import RewriteRuleSet
 
 from outrider.bundle.manifest import WEIGHTS
 from outrider.engines.contract import INPUT_IDS
+from outrider.engines.threads import thread_count
 
 IN_GRAPH = 256  # bytes; larger tensors are in the file of weights, as in exports
 
@@ -37,13 +38,14 @@ def apply(model: ir.Model, kind: Any, *arguments: Any) -> dict[str, int]:
 
 
 def save(model: ir.Model, output: Path) -> None:
-    """Merge common subexpressions, and write the graph and its weights.
+    """Merge common subexpressions, and write the graph and its weights, which every core computes a part of.
 
     What an export has in its file of weights stays in one: onnx-ir would close the file of what moves into the graph, and fail
     when it is read.
     """
     common.CommonSubexpressionEliminationPass()(model)
-    ir.save(model, output, external_data=output.name + WEIGHTS, size_threshold_bytes=IN_GRAPH)
+    weights = output.name + WEIGHTS
+    ir.save(model, output, external_data=weights, size_threshold_bytes=IN_GRAPH, max_workers=thread_count())
 
 
 def input_named(graph: ir.Graph, name: str) -> ir.Value:
