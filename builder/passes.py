@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -22,7 +23,8 @@ from outrider.progress import Progress
 from outrider.runtime.loaded import LoadedBundle
 
 TIMED_RUNS = 7
-# If other passes are fitted: milliseconds after which a pass is not run again, and the fewest runs of those that matter most.
+# If other passes are fitted: milliseconds after which a pass is not run again, and in one run takes so long that preparing for
+# its shape does not count; and the fewest runs of those that matter most.
 ENOUGH, FEW_RUNS = 150.0, 3
 RECORDED = 8  # passes in one recording, so that the wait for its end counts little
 
@@ -40,17 +42,21 @@ class Timed(NamedTuple):
 class Stopwatch:
     """Times passes in turn, so that a machine that slows down affects all of them equally."""
 
-    def __init__(self, passes: Mapping[PassKey, Timed]):
+    def __init__(self, passes: Mapping[PassKey, Timed], long: float = math.inf):
+        """Run each pass once, which binds buffers and touches memory.
+
+        Args:
+            long: milliseconds, compared with which preparing for a shape takes no time.
+        """
         self._passes = passes
         self._times: dict[PassKey, list[float]] = {each: [] for each in passes}
-        for timed in passes.values():
-            timed.run()  # the first run binds buffers and touches memory
+        self._long = {each for each, timed in passes.items() if _milliseconds(timed) > long}
 
     def run(self, times: int = 1, wanted: Callable[[PassKey], bool] = lambda _: True) -> None:
         """Run each wanted pass `times` times.
 
-        If an engine's last pass had another shape, the pass first runs once untimed: a backend may have to prepare for the
-        shape, and the rounds of a sequence seldom change theirs.
+        If an engine's last pass had another shape, the pass first runs once untimed unless it is long: a backend may have to
+        prepare for the shape, and the rounds of a sequence seldom change theirs.
         """
         before: dict[str, tuple[int, int]] = {}
         for _ in range(times):
@@ -58,12 +64,10 @@ class Stopwatch:
                 if not wanted(each):
                     continue
                 name, rows, _, batch = each
-                if before.get(name) != (rows, batch):
+                if before.get(name) != (rows, batch) and each not in self._long:
                     timed.run()
                 before[name] = rows, batch
-                started = time.perf_counter()
-                timed.run()
-                self._times[each].append(max(round(1000 * (time.perf_counter() - started) / timed.passes, 4), 1e-4))
+                self._times[each].append(max(round(_milliseconds(timed), 4), 1e-4))
 
     def needs_more(self, each: PassKey, least: int) -> bool:
         """Return whether a pass has run fewer than `least` times, or for less than `ENOUGH` in all."""
@@ -87,6 +91,13 @@ class Stopwatch:
         return dict(costs)
 
 
+def _milliseconds(timed: Timed) -> float:
+    """Run a pass, and return how long it took."""
+    started = time.perf_counter()
+    timed.run()
+    return 1000 * (time.perf_counter() - started) / timed.passes
+
+
 def measure(loaded: LoadedBundle, progress: Progress, *, fit: bool) -> dict[str, list[Cost]]:
     """Return the cost of every pass that a round may run, by engine. This also checks that every engine runs.
 
@@ -106,7 +117,7 @@ def measure(loaded: LoadedBundle, progress: Progress, *, fit: bool) -> dict[str,
         batches = [list(group) for _, group in itertools.groupby(passes(role, build), lambda each: each[3])]
         progress.stage(f"measuring the {role}", len(batches) * TIMED_RUNS)
         for batch in batches:
-            stopwatch, wanted = Stopwatch(steps(session, build, batch)), {*batch}
+            stopwatch, wanted = Stopwatch(steps(session, build, batch), ENOUGH if fit else math.inf), {*batch}
             for _ in range(TIMED_RUNS):  # all windows in turn, so that other load affects them equally
                 stopwatch.run(wanted=wanted.__contains__)
                 if fit:

@@ -54,6 +54,15 @@ def test_the_median_counts_and_no_first_run_does(monkeypatch: pytest.MonkeyPatch
     assert [(each.rows, each.median, each.runs) for each in costs["draft"]] == [(1, 1, 5)]
 
 
+def test_a_long_pass_is_timed_without_another_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    long, short = machine.timed("long", [151, 120]), machine.timed("short", [149, 900, 3])
+    stopwatch = Stopwatch({("target", 64, 64, 1): long, ("target", 1, 64, 1): short}, 150)
+    stopwatch.run()
+    assert machine.ran == ["long", "short", "long", "short", "short"]
+    assert [each.median for each in stopwatch.costs()["target"]] == [120, 3]
+
+
 def drafter(*answers: list[bool]) -> Any:
     """A drafter that would have proposed these of the tokens of each answer."""
     left = [*answers]
