@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from outrider.bundle.folder import FOLLOW_LINKS, UNFINISHED, digest, open_regular, read_manifest
+from outrider.bundle.folder import FOLLOW_LINKS, UNFINISHED, digest, open_regular, read_manifest, write_whole
 from outrider.bundle.manifest import MANIFEST, WEIGHTS, FileEntry, Manifest
 from outrider.errors import FolderError
 from outrider.progress import SILENT, Progress
@@ -116,17 +116,24 @@ def check_files(folder: Path, manifest: Manifest, progress: Progress = SILENT) -
 
 
 @contextmanager
-def checking(folder: Path, manifest: Manifest, progress: Progress = SILENT) -> Iterator[None]:
+def checking(folder: Path, manifest: Manifest, progress: Progress = SILENT, checked: Path | None = None) -> Iterator[None]:
     """Do the same as `check_files`, but compute the digests of weights while the block runs.
 
     Weights are only numbers, which lead no reader to other files. The caller must not let any result computed with them out
     before the block has ended.
 
+    Args:
+        checked: a file that keeps how the folder was when its digests were right. If it still is, those of its weights are not
+            computed again.
+
     Raises:
         FolderError: as above; also in place of an error of the block, which damaged weights would explain.
     """
+    statuses = repr(_statuses(folder, manifest.files)).encode()
+    known = checked is not None and _content(checked) == statuses
     weights = sorted(name for name in manifest.files if name.endswith(WEIGHTS))
-    progress.stage(f"checking every file of {folder}", sum(entry.size for entry in manifest.files.values()))
+    unread = sum(manifest.files[name].size for name in weights) if known else 0
+    progress.stage(f"checking every file of {folder}", sum(entry.size for entry in manifest.files.values()) - unread)
     for name, entry in manifest.files.items():
         _check_file(folder, name, entry, progress if name not in weights else None)
     listed = {folder / name for name in (*manifest.files, MANIFEST)}
@@ -136,20 +143,31 @@ def checking(folder: Path, manifest: Manifest, progress: Progress = SILENT) -> I
     stoppable = _Stoppable(progress)
 
     def check_weights() -> None:
-        for name in weights:
+        for name in [] if known else weights:
             _check_file(folder, name, manifest.files[name], stoppable)
 
     with ThreadPoolExecutor(1) as pool:
-        checked = pool.submit(check_weights)
+        digests = pool.submit(check_weights)
         try:
             try:
                 yield
             except Exception:
-                checked.result()
+                digests.result()
                 raise
-            checked.result()
+            digests.result()
         finally:
             stoppable.stopped = True  # an interrupt does not wait for the other files
+    if checked is not None and not known and repr(_statuses(folder, manifest.files)).encode() == statuses:
+        with suppress(FolderError):  # of a cache that this user may only read
+            write_whole(checked, statuses)
+
+
+def _content(path: Path) -> bytes | None:
+    """Return what a file has, or nothing if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
 
 
 class _Stoppable(Progress):

@@ -92,10 +92,12 @@ def command(
     from outrider.runtime.memory.memory import Memory
     from outrider.runtime.scheduler import Scheduler
 
-    bundle = bundle_of(wanted, device, k)
+    made = bundle_of(wanted, device, k)
     with progress_bar() as progress:
         memory = Memory(file=memory_file)
-        loaded = LoadedBundle.load(bundle, progress, device=device, chat_template=chat_template, memory=memory)
+        loaded = LoadedBundle.load(
+            made.bundle, progress, device=device, chat_template=chat_template, memory=memory, checked=made.checked
+        )
     if loaded.text.template is None:
         hint = "pass one with --chat-template, or continue a text with outrider generate, which needs none"
         raise UsageError("this bundle has no chat template", hint)

@@ -186,10 +186,12 @@ def command(
     from outrider.runtime.memory.memory import Memory
 
     text = _read_prompt() if prompt is None else prompt
-    bundle = bundle_of(wanted, device, k)
+    made = bundle_of(wanted, device, k)
     with progress_bar() as progress:
         memory = None if memory_file is None else Memory(file=memory_file)
-        loaded = Outrider.load(bundle, progress, device=device, chat_template=chat_template, memory=memory)
+        loaded = Outrider.load(
+            made.bundle, progress, device=device, chat_template=chat_template, memory=memory, checked=made.checked
+        )
     with standard_error_discarded():
         events = loaded.generate(text, sampling, k=k, drafter=drafter, chat=chat, allow_special_tokens=allow_special_tokens)
     if as_json:

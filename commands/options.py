@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +18,9 @@ from outrider.export.weights.rounding import AS_IS
 from outrider.prepare.wanted import Wanted
 from outrider.runtime import drafters
 from outrider.runtime.policy.choice import AUTO
+
+if TYPE_CHECKING:
+    from outrider.prepare.prepare import Prepared
 
 LORA: dict[str, Any] = {
     "metavar": "FOLDER[=WEIGHT]",
@@ -154,7 +157,7 @@ def model(command: Any) -> Any:
     return wrapped
 
 
-def bundle_of(wanted: Wanted, device: str | None, k: int | str) -> Path:
+def bundle_of(wanted: Wanted, device: str | None, k: int | str) -> Prepared:
     """Return the bundle of a model. What is missing is made first, with progress, and standard error tells what was chosen."""
     from outrider.prepare.prepare import prepare
 
@@ -162,7 +165,7 @@ def bundle_of(wanted: Wanted, device: str | None, k: int | str) -> Path:
         made = prepare(replace(wanted, device=device, k=k), progress)
     for line in made.lines:
         click.echo(printable(line), err=True)
-    return made.bundle
+    return made
 
 
 k = click.option(

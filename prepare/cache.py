@@ -30,7 +30,7 @@ from outrider.progress import Progress
 CACHE, LIMIT = "OUTRIDER_CACHE", "OUTRIDER_CACHE_LIMIT"  # environment variables: the folder, and its most gigabytes
 DEFAULT_LIMIT = 50.0  # gigabytes
 KINDS = ("exports", "bundles")
-RECORD, PARTIAL = ".json", ".partial"
+RECORD, CHECKED, PARTIAL = ".json", ".checked", ".partial"
 DIGITS = 12  # of the digest in an entry's name
 CODE = ("backends", "builder", "bundle", "engines", "export", "prepare", "runtime")  # the folders that entries come from
 
@@ -212,6 +212,11 @@ class Cache:
         return FolderError(what, f"set ${CACHE} to a folder that you can write")
 
 
+def checked(folder: Path) -> Path:
+    """Return the file that keeps how an entry was when its digests were right; see `bundle.integrity.checking`."""
+    return folder.with_name(folder.name + CHECKED)
+
+
 def _lock(folder: Path) -> filelock.BaseFileLock:
     """Return the lock of an entry, or of what `bundle.folder.staged` left of it; `staged` has one of its own."""
     return filelock.FileLock(folder.with_name(f".{folder.name.removeprefix('.').removesuffix(PARTIAL)}.entry.lock"))
@@ -252,7 +257,8 @@ def _in_use(record: Path) -> bool:
 def _remove(folder: Path, record: Path) -> None:
     """Remove an entry, its record first: what is left after an interrupt has none."""
     try:
-        record.unlink(missing_ok=True)
+        for path in (record, checked(folder)):
+            path.unlink(missing_ok=True)
         if folder.exists():
             shutil.rmtree(folder)
     except OSError as error:

@@ -22,7 +22,7 @@ from outrider.export.checkpoints.adapters import Adapter
 from outrider.export.checkpoints.source import MTP, NONE, Source
 from outrider.export.garbage import exporter, without_garbage_collection
 from outrider.export.weights.rounding import AS_IS
-from outrider.prepare.cache import Cache
+from outrider.prepare.cache import Cache, checked
 from outrider.prepare.precision import NEXT_PRECISION, PRECISION, default_precision, weight_bits, why
 from outrider.prepare.wanted import Wanted
 from outrider.progress import Progress
@@ -35,10 +35,14 @@ RUNTIMES = ("onnx-ir", "onnxruntime", "onnxruntime-gpu", "onnxscript", "openvino
 
 
 class Prepared(NamedTuple):
-    """A bundle, and lines that tell what was chosen to make it; none if the model is a bundle."""
+    """A bundle, and lines that tell what was chosen to make it; none if the model is a bundle.
+
+    If the bundle is in the user's cache, `checked` is for `LoadedBundle.load`.
+    """
 
     bundle: Path
     lines: list[str]
+    checked: Path | None = None
 
 
 class Pair(NamedTuple):
@@ -148,7 +152,8 @@ def _prepared(wanted: Wanted, pair: Pair | None, progress: Progress) -> Prepared
     if made:
         lines = _choices(wanted, pair, read_manifest(bundle))
     given = f", with {shlex.join(wanted.options)}" if wanted.options else ""
-    return Prepared(bundle, [*lines, f"{'made' if made else 'using'} {bundle}{given}; see outrider cache list"])
+    lines.append(f"{'made' if made else 'using'} {bundle}{given}; see outrider cache list")
+    return Prepared(bundle, lines, checked(bundle))
 
 
 def _exported(wanted: Wanted, pair: Pair, made_from: dict[str, Any], label: str, cache: Cache, progress: Progress) -> Path:
@@ -158,7 +163,7 @@ def _exported(wanted: Wanted, pair: Pair, made_from: dict[str, Any], label: str,
     def make(folder: Path) -> None:
         export = exporter(progress)
 
-        def checked(precision: str) -> ExportArguments:
+        def arguments(precision: str) -> ExportArguments:
             return ExportArguments.check(pair.target, pair.drafts, folder, precision=precision, lora=pair.adapters)
 
         weights = [_weights(source, progress) for source in pair.sources]  # before anything reads a file of the hub
@@ -166,12 +171,12 @@ def _exported(wanted: Wanted, pair: Pair, made_from: dict[str, Any], label: str,
         bits = [weight_bits(precision, source) for source in pair.sources]
         _check_room([*zip(weights, bits, strict=True)], cache.root)
         try:
-            export(checked(precision), progress)
+            export(arguments(precision), progress)
         except ParityError as error:
             if wanted.precision is not None or precision not in (AS_IS, PRECISION):
                 raise
             progress.stage(f"exporting to {NEXT_PRECISION}, because {error}")
-            export(checked(NEXT_PRECISION), progress)
+            export(arguments(NEXT_PRECISION), progress)
 
     return cache.get("exports", label, made_from, make, progress)[0]
 

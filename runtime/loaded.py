@@ -90,6 +90,7 @@ class LoadedBundle:
         slots: int | None = 1,
         chat_template: str | None = None,
         memory: Memory | None = None,
+        checked: Path | None = None,
     ) -> Self:
         """Check every file of a bundle and load its engines.
 
@@ -98,6 +99,8 @@ class LoadedBundle:
             slots: sequences to make caches for, at most the batch that the bundle was built for; None is the maximum.
             chat_template: the Jinja template to use instead of the bundle's.
             memory: of earlier requests, to draft from; it takes in the finished ones. None remembers nothing.
+            checked: a file that keeps how the bundle was when its digests were right; those of its weights are not computed
+                again while it is the same. Whoever can write this file can pass off other weights.
 
         Raises:
             FolderError: the bundle is missing, damaged, has a newer schema, or was replaced while it was loaded.
@@ -112,7 +115,7 @@ class LoadedBundle:
                 raise UsageError(
                     f"this bundle was built for a batch of {build.batch}, not {slots}", f"build it with --batch {slots}"
                 )
-            with checking(folder, manifest, progress):
+            with checking(folder, manifest, progress, checked):
                 text = Text.load(folder, manifest, chat_template)
                 loaded = cls(open_engines(folder, manifest, build, device), text, slots, memory=memory)
             loaded.engines.prepare(loaded.sessions, progress)

@@ -162,6 +162,7 @@ def test_what_other_releases_and_kills_left_is_removed(
     folder, _ = cache.get("exports", "a", {}, make, SILENT)
     record = folder.with_name(folder.name + ".json")
     record.write_text(record.read_text().replace("0.1.0", "0.0.9"))
+    folder.with_name(f"{folder.name}.checked").touch()
     (cache.root / "bundles" / ".b-0123.partial").mkdir(parents=True)
     for descriptor in module.used_records:
         os.close(descriptor)
@@ -171,6 +172,7 @@ def test_what_other_releases_and_kills_left_is_removed(
     pruned = CliRunner().invoke(main, ["cache", "prune"])
     assert pruned.stdout.splitlines()[0] == f"removed exports/{folder.name}"
     assert cache.entries() == []
+    assert not [*folder.parent.glob(f"{folder.name}*")]
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, make: Callable[[Path], None]) -> None:

@@ -75,8 +75,11 @@ def test_a_checkpoint_is_exported_and_built_once(run: Run, checkpoints: Path, tm
     assert len(by_hand) == 2
     assert len([line for line in first.stderr.splitlines() if not line.endswith("...")]) == 6
     bundle = made(first)
+    checked = bundle.with_name(f"{bundle.name}.checked")
+    kept = checked.stat()  # the weights were checked, so the next time they are not
     again = run(*words)
     assert (again.stdout, made(again)) == (first.stdout, bundle)
+    assert checked.stat().st_ino == kept.st_ino
     assert "by hand" not in again.stderr
     assert "exporting" not in again.stderr
 
