@@ -71,12 +71,12 @@ def test_texts_of_requests_that_share_passes_are_those_of_requests_alone(bundle:
     monkeypatch.setattr(audit_module, "audit", noted)
     done = CliRunner().invoke(command, [str(bundle), "--draws", "100"])
     (report,) = reports
-    detected = {control.fault: control.detected for control in report.controls[: 1 + len(Fault)]}  # then those of n-grams
+    detected = {control.fault: control.detected for control in report.controls[: 1 + len(Fault)]}  # then n-grams and the memory
     # So few draws may not tell this fault, and whether they do decides how it ends; the others emit what truncation excludes.
     found = detected.pop(Fault.RESIDUAL_NOT_SUBTRACTED.value)
     others = {fault.value for fault in Fault} - {Fault.RESIDUAL_NOT_SUBTRACTED.value}
     assert detected == {None: False} | dict.fromkeys(others, True)
-    assert [control.detected for control in report.controls[1 + len(Fault) :]] == [False, True]
+    assert [control.detected for control in report.controls[1 + len(Fault) :]] == [False, True] * 2
     parts = ("arithmetic", "greedy", "batched", "sampled", "support", "controls", "counters")
     assert report.verdicts() == dict.fromkeys(parts, True) | {"controls": found}
     assert done.exit_code == (0 if found else 1)
