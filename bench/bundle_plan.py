@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outrider.backends.open import open_bundle
+from outrider.bench.links import Link, LinkedCosts
 from outrider.bench.planner import Prediction, at_rate, of_traces
 from outrider.bench.results import read
 from outrider.bench.simulator import compare
@@ -29,16 +30,20 @@ class BundlePlan:
     policies: dict[str, dict[str, float]] = field(default_factory=dict)  # see `simulator.compare`
 
 
-def plan_bundle(bundle: Path, rate: float | None, bench: Path | None, position: int | None) -> BundlePlan:
+def plan_bundle(
+    bundle: Path, rate: float | None, bench: Path | None, position: int | None, link: Link | None = None
+) -> BundlePlan:
     """Predict the speed-up of each drafter on the device.
 
     Args:
         rate: the acceptance rate; None is as measured for the bundle.
         bench: recorded texts to take the acceptance from instead.
         position: in the cache, to predict for; None is a quarter of the capacity.
+        link: between the devices of the target's stages; None if all are on one.
 
     Raises:
-        UsageError: the bundle's costs or acceptance were not measured, nothing drafts, or the texts are of other models.
+        UsageError: the bundle's costs or acceptance were not measured, nothing drafts, the texts are of other models, or a
+            link has no stages.
     """
     manifest, build = open_bundle(bundle)
     if not build.costs:
@@ -52,14 +57,15 @@ def plan_bundle(bundle: Path, rate: float | None, bench: Path | None, position: 
             "this bundle has no model or head that drafts, so there is nothing to plan",
             f"outrider bench measures its drafters: {available}",
         )
+    costs = RoundCosts(manifest, build) if link is None else LinkedCosts(manifest, build, link)
     if bench is not None:
-        return _plan_from_texts(manifest, build, names, bench)
+        return _plan_from_texts(manifest, build, costs, names, bench)
     rates = {name: each for name in names if (each := build.acceptance.get(name) if rate is None else rate) is not None}
     if not rates:
         raise UsageError(
             "this bundle's acceptance was not measured", f"pass --rate or --bench, or run outrider calibrate {bundle}"
         )
-    end, costs = min(position or build.capacity // 4, build.capacity), RoundCosts(manifest, build)
+    end = min(position or build.capacity // 4, build.capacity)
     predictions = _together([at_rate(costs, name, each, end) for name, each in rates.items()])
     return BundlePlan(predictions, rates, rate is None, build.timed)
 
@@ -71,7 +77,7 @@ def _together(predictions: list[list[Prediction]]) -> list[Prediction]:
     return sorted(together, key=lambda each: workloads.index(each.workload))
 
 
-def _plan_from_texts(manifest: Manifest, build: Build, names: list[str], bench: Path) -> BundlePlan:
+def _plan_from_texts(manifest: Manifest, build: Build, costs: RoundCosts, names: list[str], bench: Path) -> BundlePlan:
     results = read(bench)
     models = [Path(model.source).name for model in manifest.models.values()]
     if [results.target, *results.drafts] != models:
@@ -80,7 +86,6 @@ def _plan_from_texts(manifest: Manifest, build: Build, names: list[str], bench: 
             f" {' and '.join(models)}",
             "use a report of the same models",
         )
-    costs = RoundCosts(manifest, build)
     measured: dict[str, dict[str, dict[str, float]]] = {}
     for summary in results.summaries:
         if summary.mode.drafter in (NONE, *names):

@@ -27,21 +27,24 @@ class Account:
     target_passes: int
     draft_steps: int
     target_steps: float  # the total cost, in target passes over one row
-    speedup: float  # over plain decoding, which takes one such pass per token
+    speedup: float  # over plain decoding, which takes one such pass, and its hops, per token
 
 
-def account(k: int, tokens_per_pass: float, cost_ratio: float, tokens: int, pass_cost: float = 1.0) -> Account:
+def account(
+    k: int, tokens_per_pass: float, cost_ratio: float, tokens: int, pass_cost: float = 1.0, hop_cost: float = 0.0
+) -> Account:
     """Return the cost of generating `tokens` tokens with k drafted tokens per round.
 
     Args:
         tokens_per_pass: the mean acceptance length, which is the average number of tokens that a round yields.
         cost_ratio: the number of draft steps that take as long as one target pass.
         pass_cost: the cost of a target pass over k + 1 rows, relative to a pass over one.
+        hop_cost: what each pass takes to cross from stage to stage and back, relative to a pass over one row.
 
     Raises:
         UsageError: a number is not finite or too large, or a round would yield more than k + 1 tokens.
     """
-    numbers = {"--mean-accepted": tokens_per_pass, "--cost-ratio": cost_ratio, "--pass-cost": pass_cost}
+    numbers = {"--mean-accepted": tokens_per_pass, "--cost-ratio": cost_ratio, "--pass-cost": pass_cost, "--hop-cost": hop_cost}
     for name, value in numbers.items():
         if not math.isfinite(value):
             raise UsageError(f"{name} is {value}", "use a finite number")
@@ -51,10 +54,10 @@ def account(k: int, tokens_per_pass: float, cost_ratio: float, tokens: int, pass
         )
     passes = math.ceil(tokens / tokens_per_pass - 1e-9)
     steps = passes * k
-    equivalent = passes * pass_cost + steps / cost_ratio
-    if not (math.isfinite(equivalent) and tokens / equivalent):
+    equivalent, plain = passes * (pass_cost + hop_cost) + steps / cost_ratio, tokens * (1 + hop_cost)
+    if not (math.isfinite(equivalent) and plain / equivalent):
         raise UsageError("these numbers overflow", "use costs of similar magnitude")
-    return Account(passes, steps, equivalent, tokens / equivalent)
+    return Account(passes, steps, equivalent, plain / equivalent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from outrider.bench.planner import Prediction
 
 NUMBERS, BUNDLE = "From numbers", "From a bundle"
-NUMBER_OPTIONS = ("k", "mean_accepted", "cost_ratio", "pass_cost", "tokens")
-BUNDLE_OPTIONS = ("bench", "position")
+NUMBER_OPTIONS = ("k", "mean_accepted", "cost_ratio", "pass_cost", "hop_cost", "tokens")
+BUNDLE_OPTIONS = ("bench", "position", "link")
 
 
 @click.command("plan", cls=GroupedCommand)
@@ -45,6 +46,14 @@ BUNDLE_OPTIONS = ("bench", "position")
     help="Time of a target pass over k + 1 rows, divided by that of a pass over one row.  [default: 1]",
 )
 @click.option(
+    "--hop-cost",
+    cls=GroupedOption,
+    group=NUMBERS,
+    type=click.FloatRange(min=0),
+    help="With stages on several devices: time of a pass between them, divided by that of a target pass over one row."
+    "  [default: 0]",
+)
+@click.option(
     "--tokens", cls=GroupedOption, group=NUMBERS, type=click.IntRange(1, 10**9), help="Length of the text.  [default: 100]"
 )
 @click.option(
@@ -67,6 +76,14 @@ BUNDLE_OPTIONS = ("bench", "position")
     type=click.IntRange(min=1),
     help="With --rate: the position in the cache to predict for.  [default: a quarter of the capacity]",
 )
+@click.option(
+    "--link",
+    cls=GroupedOption,
+    group=BUNDLE,
+    type=(click.FloatRange(min=0), click.FloatRange(min=0, min_open=True)),
+    metavar="MS GBIT",
+    help="With stages on several devices: latency in milliseconds and gigabits per second between them.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output, and nothing else.")
 def command(bundle: Path | None, rate: float | None, as_json: bool, **options: Any) -> None:
     """Predict the speed-up of speculation, from numbers, or from a bundle's measured costs and a workload's acceptance."""
@@ -75,8 +92,10 @@ def command(bundle: Path | None, rate: float | None, as_json: bool, **options: A
         _plan_from_numbers(rate, as_json, **{name: options[name] for name in NUMBER_OPTIONS})
         return
     from outrider.bench.bundle_plan import plan_bundle
+    from outrider.bench.links import Link
 
-    plan = plan_bundle(bundle, rate, options["bench"], options["position"])
+    link = None if options["link"] is None else Link(*options["link"])
+    plan = plan_bundle(bundle, rate, options["bench"], options["position"], link)
     if as_json:
         _print_json(plan)
     else:
@@ -92,6 +111,8 @@ def _check_options(bundle: Path | None, rate: float | None, options: dict[str, A
             raise UsageError(f"{flag} {required}", f"see outrider plan --help; leave {flag} out")
     if rate is not None and not 0 <= rate <= 1:  # NaN, which passes a range check
         raise UsageError(f"--rate is {rate}", "use a number from 0 to 1")
+    if not all(math.isfinite(number) for number in options["link"] or ()):
+        raise UsageError("--link is not finite", "for example: --link 0.2 10")
     if rate is not None and options["bench"] is not None:
         raise UsageError("--rate and --bench cannot be combined", "leave one of them out")
     if options["position"] is not None and options["bench"] is not None:
@@ -106,6 +127,7 @@ def _plan_from_numbers(
     mean_accepted: float | None,
     cost_ratio: float | None,
     pass_cost: float | None,
+    hop_cost: float | None,
     tokens: int | None,
 ) -> None:
     if k is None or cost_ratio is None or (mean_accepted is None) == (rate is None):
@@ -122,7 +144,7 @@ def _plan_from_numbers(
         assert rate is not None
         mean_accepted = expected_tokens(rate, k)
     tokens = 100 if tokens is None else tokens
-    result = account(k, mean_accepted, cost_ratio, tokens, 1.0 if pass_cost is None else pass_cost)
+    result = account(k, mean_accepted, cost_ratio, tokens, 1.0 if pass_cost is None else pass_cost, hop_cost or 0.0)
     if as_json:
         print_json(msgspec.json.encode(result))
         return

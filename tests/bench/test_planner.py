@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from outrider.bench.links import Link, LinkedCosts
 from outrider.bench.planner import Prediction, account, at_rate, best, of_traces, tokens_per_round
 from outrider.bench.simulator import Trace, compare, oracle, replay
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import MANIFEST
+from outrider.engines.contract import BATCH_DIM, ROWS_DIM, Stage, Tensor
 from outrider.errors import UsageError
 from outrider.runtime.policy.choice import NONE
 from outrider.runtime.policy.costs import expected_tokens
@@ -28,6 +32,8 @@ def test_the_textbook_example() -> None:
     assert (result.target_passes, result.draft_steps) == (4, 16)
     assert result.target_steps == pytest.approx(6.7, abs=0.05)
     assert result.speedup == pytest.approx(1.8, abs=0.05)
+    across = account(k=4, tokens_per_pass=3, cost_ratio=6, tokens=12, hop_cost=0.5)  # 4 passes, where plain decoding has 12
+    assert across.speedup == pytest.approx(12 * 1.5 / (4 * 1.5 + 16 / 6))
     assert account(k=5, tokens_per_pass=2.5, cost_ratio=6, tokens=20).target_passes == 8
     assert account(k=5, tokens_per_pass=4, cost_ratio=6, tokens=20).target_passes == 5
 
@@ -60,6 +66,8 @@ def test_the_command_prints_it() -> None:
         ("--k", "4", "--cost-ratio", "inf", "--mean-accepted", "3"),
         ("--k", "4", "--cost-ratio", "1e-320", "--mean-accepted", "3"),
         ("--k", "4", "--cost-ratio", "6", "--mean-accepted", "3", "--pass-cost", "1e308"),
+        ("--k", "4", "--cost-ratio", "6", "--mean-accepted", "3", "--hop-cost", "nan"),
+        ("--k", "4", "--cost-ratio", "6", "--mean-accepted", "3", "--link", "1", "1"),
         ("--k", "4", "--cost-ratio", "6", "--mean-accepted", "3", "--tokens", "9" * 400),
         ("--k", "9" * 400, "--cost-ratio", "6", "--rate", "0.5"),
         ("--k", "4", "--cost-ratio", "6", "--mean-accepted", "3", "--bench", "x.json"),
@@ -203,9 +211,25 @@ def test_a_bundles_plan(trained_bundle: Path, tmp_path: Path) -> None:
     assert 0.2 < rate < 1
     assert own[1]["speedup"] == pytest.approx(at_rate(table, "model", rate, manifest.build.capacity // 4)[1].speedup)
     assert "excludes the time in which the draft reads the prompt" in done.stdout
+    whole = run_here("plan", trained_bundle, "--link", "1", "1")
+    assert (whole.returncode, "is not in stages" in whole.stderr) == (2, True)
+    endless = run_here("plan", trained_bundle, "--link", "nan", "1")
+    assert (endless.returncode, "--link is not finite" in endless.stderr) == (2, True)
     refused = run_here("plan", trained_bundle, "--rate", "0.7", "--bench", tmp_path / "none.json")
     assert (refused.returncode, "cannot be combined" in refused.stderr) == (2, True)
     ignored = run_here("plan", trained_bundle, "--tokens", "12")
     assert (ignored.returncode, "--tokens cannot be used with a bundle" in ignored.stderr) == (2, True)
     missing = run_here("plan", trained_bundle, "--bench", tmp_path / "none.json")
     assert (missing.returncode, "cannot read" in missing.stderr) == (2, True)
+
+
+def test_stages_on_several_devices_pay_for_each_crossing() -> None:
+    """Two stages pass 1,536 fp32 numbers a row on; then the accepted tokens go back, which only takes the latency."""
+    hidden = Tensor("boundary.0.0", "float32", (BATCH_DIM, ROWS_DIM, 1536))
+    stages = [Stage((0, 13), 0, [], [], [hidden]), Stage((14, 27), 0, [], [hidden], [])]
+    build: Any = SimpleNamespace(k=[4], max_prompt_chunk=16, windows=[64], costs={}, acceptance={}, stages=stages)
+    manifest: Any = SimpleNamespace(models={"target": SimpleNamespace(parameters=10), "draft": SimpleNamespace(parameters=1)})
+    whole, linked = RoundCosts(manifest, build), LinkedCosts(manifest, build, Link(latency=0.2, bandwidth=0.1))
+    for k, rows in ((0, 1), (4, 5)):
+        hops = linked.round(NONE, 0, k, 40, True) - whole.round(NONE, 0, k, 40, True)
+        assert hops == pytest.approx(2 * 0.2 + rows * 1536 * 4 * 8 / 1e5)
