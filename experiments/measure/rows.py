@@ -36,7 +36,14 @@ from outrider.export.pair import export_pair
 from outrider.export.weights.rounding import AS_IS, BLOCKS
 
 BACKENDS = ("onnxruntime", "openvino")
-FORMS = {"int4": (4, False), "uint4, zero points": (4, True), "int8": (8, False), "uint8, zero points": (8, True)}
+FORMS = {
+    "int4": (4, False, False),
+    "int4, act-order": (4, False, True),
+    "uint4, zero points": (4, True, False),
+    "uint4, zero points, act-order": (4, True, True),
+    "int8": (8, False, False),
+    "uint8, zero points": (8, True, False),
+}
 WIDTH, INNER = 512, 1536  # inputs of the products: several blocks of 128
 SLOTS, BEGIN, ROWS, CAPACITY = 2, 16, 16, 64
 COUNTS = (1, 2, 3, 4, 5, 9)  # rows of a pass
@@ -80,8 +87,8 @@ def bundles(tokenizer: Path, form: str, group: Group, folder: Path) -> Iterator[
         yield folder / backend
 
 
-def write(tokenizer: Path, folder: Path, bits: int, zeros: bool, group: int | None) -> None:
-    """Write a random Llama whose products have packed weights, as compressed-tensors stores them."""
+def write(tokenizer: Path, folder: Path, bits: int, zeros: bool, order: bool, group: int | None) -> None:
+    """Write a random Llama whose products have packed weights, as compressed-tensors stores them, perhaps with act-order."""
     torch.manual_seed(0)
     vocabulary = AutoConfig.from_pretrained(tokenizer).vocab_size
     sizes = {"vocab_size": vocabulary, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 2}
@@ -103,6 +110,8 @@ def write(tokenizer: Path, folder: Path, bits: int, zeros: bool, group: int | No
             "weight_scale": ((1 + torch.rand(len(tensor), groups)) * 0.04 / 2**bits).half(),
             "weight_shape": torch.tensor(tensor.shape),
         }
+        if order:
+            stored["weight_g_idx"] = (torch.randperm(tensor.shape[1]) * groups // tensor.shape[1]).int()
         if zeros:
             stored["weight_zero_point"] = packed(torch.randint(2**bits, (groups, len(tensor)))).T.contiguous()
         tensors |= {f"{module}.{part}": each for part, each in stored.items()}
