@@ -209,13 +209,12 @@ def test_a_disk_without_room_is_named_before_the_work(run: Run, checkpoints: Pat
 @pytest.mark.parametrize(("form", "bits"), [("F32", 4), ("Q4_0", 5), ("Q8_0", 9), ("awq", 4), ("gptq-8-bits", 8)])
 def test_what_is_kept_as_it_is_needs_the_room_of_its_own_bits(form: str, bits: float, tmp_path: Path) -> None:
     """Those of a GGUF file include scales. What is not quantized is the draft of such a target, and rounded to 4 bits."""
-    source = tmp_path / "model.gguf"
+    source = tmp_path / "model"
     if form in quantized.METHODS:
-        source = quantized.write(PAIR / "target", tmp_path / "model", form)
+        quantized.write(PAIR / "target", source, form)
     else:
         write(source, kind=gguf.GGMLQuantizationType[form])
-    assert weight_bits("as-is", Source.parse(str(source))) == bits
-    assert weight_bits("fp16", Source.parse(str(source))) == 16
+    assert [weight_bits(each, Source.parse(str(source))) for each in ("as-is", "fp16")] == [bits, 16]
 
 
 def test_a_disk_that_is_full_in_the_middle_leaves_nothing_half_written(run: Run, checkpoints: Path, tmp_path: Path) -> None:
