@@ -40,7 +40,9 @@ class LinkedCosts(RoundCosts):
     def verification(self, rows: int, end: int, greedy: bool) -> float:
         """See `Costs.verification`."""
         megabits = sum(_bytes(stage, rows, end) for stage in self._stages) * 8 / 1e6
-        return super().verification(rows, end, greedy) + len(self._stages) * self._link.latency + megabits / self._link.bandwidth
+        return (
+            super().verification(rows, end, greedy) + len(self._stages) * self._link.latency + megabits / self._link.bandwidth
+        )
 
 
 def _bytes(stage: Stage, rows: int, end: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from outrider.runtime.cache.slot import Slot
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy.acceptance import Acceptance
+from outrider.runtime.policy.acceptance import Acceptance, DraftedBy
 from outrider.runtime.policy.lengths import AnswerLengths
 from outrider.runtime.rounds.logprobs import Logprobs
 from outrider.runtime.rounds.rounds import RoundResult
@@ -53,7 +53,7 @@ class Request:
         self.sampling = sampling
         self.tokens = list(prompt)  # the confirmed ones: prompt and answer
         self.stats = Stats(prompt_tokens=len(prompt))
-        self.acceptance: dict[tuple[str, int], Acceptance] = {}  # estimates by drafter and window
+        self.acceptance: dict[DraftedBy, Acceptance] = {}
         self.lengths = AnswerLengths()  # of the owner's answers
         self.owner: Hashable = None  # whose share of the slots and of the queue it takes
         self.priority = 0  # among the owner's requests; the lowest is served first

@@ -85,9 +85,9 @@ class StepDrafter(CachedDrafter):
             else:
                 tokens = lane.tokens
                 # A batched sequence that drafts nothing may be shorter than the context.
-                offset = self.offset(shape.first + index)
-                start = max(len(tokens) - self.shift - offset - context, 0)
-                given = tokens[offset + start + self.shift : offset + start + self.shift + context]
+                begin = self.shift + self._offsets[shape.first + index]
+                start = max(len(tokens) - begin - context, 0)
+                given = tokens[begin + start : begin + start + context]
                 read = [*self.context_ids(given), *self._after_context(tokens[-1], drafted)]
                 ids[index, : len(read)] = read
                 ids[index, len(read) :] = 0
@@ -95,9 +95,8 @@ class StepDrafter(CachedDrafter):
                     uniforms = sampling.uniforms(sampling.emitted, drafted)[:, DRAWING if sampling.exact else DRAFTING]
                     for step in range(drafted):
                         self._uniforms[step][index] = uniforms[step]
-            after = start + context
             for step in range(drafted):
-                self._positions[step][index] = after + step - 1 if step else start
+                self._positions[step][index] = start + context + step - 1 if step else start
 
     def steps(self, shape: Shape) -> list[Step]:
         steps = []

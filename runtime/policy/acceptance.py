@@ -10,6 +10,9 @@ SPREAD = 5.0  # the rates of requests are modelled as draws from a beta distribu
 OPTIMISM = 1.0  # standard deviations to add to the estimate of earlier requests for a new one
 
 
+DraftedBy = tuple[str, int]  # a drafter, and how much of a text it has read, as in `Reading.window`
+
+
 class Acceptance:
     """Estimates the probability that a drafted token is accepted if all before it were. Recent rounds count for more."""
 
@@ -71,3 +74,15 @@ class Acceptance:
     def _with_prior(self, of: Callable[[Acceptance], float]) -> float:
         before = self._before if isinstance(self._before, float) else of(self._before)
         return (self._accepted + self._weight * before) / (self._seen + self._weight)
+
+
+class Estimates(dict[DraftedBy, Acceptance]):
+    """Estimates of acceptance, made when they are first asked for."""
+
+    def __init__(self, make: Callable[[DraftedBy], Acceptance]):
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, drafted_by: DraftedBy) -> Acceptance:
+        estimate = self[drafted_by] = self._make(drafted_by)
+        return estimate

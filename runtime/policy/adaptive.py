@@ -14,7 +14,7 @@ from cachetools import LRUCache
 from outrider.runtime import drafters
 from outrider.runtime.drafters.base import Reading
 from outrider.runtime.matching import matching
-from outrider.runtime.policy.acceptance import Acceptance
+from outrider.runtime.policy.acceptance import Acceptance, DraftedBy, Estimates
 from outrider.runtime.policy.choice import NONE, PLAIN, Choice
 from outrider.runtime.policy.costs import expected_tokens
 from outrider.runtime.policy.early_stop import Confidence, EarlyStop, thresholds
@@ -69,18 +69,9 @@ class AdaptivePolicy(Policy):
         self.times = RoundTimes(costs)
         self.names = list(names)
         self.may_stop = early_stopping
-        kinds = {name: drafters.get(name) for name in (*names, *drafters.companions())}
         self._on_device = drafters.on_device(names)
-        self._on_host = [name for name in kinds if name not in self._on_device]
-        self._history: dict[tuple[str, int], Acceptance] = {}  # by drafter and window
-        for name, kind in kinds.items():
-            measured = self.times.costs(1).acceptance.get(name)
-            for window in (0, *kind.windows):
-                history = self._history[name, window] = Acceptance(kind.prior, HISTORY_MEMORY, HISTORY_WEIGHT)
-                if window:
-                    history.recall(PARTIAL * (measured or kind.prior), PARTIAL_TOKENS)
-                elif measured is not None:
-                    history.recall(measured, MEASURED_TOKENS)
+        self._on_host = [name for name in (*names, *drafters.companions()) if name not in self._on_device]
+        self._history = Estimates(self._first_estimate)
         self._lengths: LRUCache[Hashable, AnswerLengths] = LRUCache(OWNERS)
         self._by_evidence: LRUCache[tuple[str, Hashable], Acceptance] = LRUCache(4 * OWNERS)
         self._confidence = {name: Confidence() for name in self._on_device}
@@ -91,12 +82,19 @@ class AdaptivePolicy(Policy):
         self._proposal_times: dict[str, list[tuple[Choice, float]]] = {}  # milliseconds of rounds, by drafter
         self._probes = Probes()
 
-    def begin(self) -> dict[tuple[str, int], Acceptance]:
-        return {
-            key: Acceptance(history, REQUEST_MEMORY, REQUEST_WEIGHT)
-            for key, history in self._history.items()
-            if key[0] in self._on_device
-        }
+    def _first_estimate(self, drafted_by: DraftedBy) -> Acceptance:
+        """Return the estimate for requests before any was seen."""
+        name, window = drafted_by
+        prior, measured = drafters.get(name).prior, self.times.costs(1).acceptance.get(name)
+        estimate = Acceptance(prior, HISTORY_MEMORY, HISTORY_WEIGHT)
+        if window:
+            estimate.recall(PARTIAL * (prior if measured is None else measured), PARTIAL_TOKENS)
+        elif measured is not None:
+            estimate.recall(measured, MEASURED_TOKENS)
+        return estimate
+
+    def begin(self) -> Estimates:
+        return Estimates(lambda drafted_by: Acceptance(self._history[drafted_by], REQUEST_MEMORY, REQUEST_WEIGHT))
 
     def lengths(self, owner: Hashable) -> AnswerLengths:
         return self._lengths.setdefault(owner, AnswerLengths())
@@ -270,12 +268,12 @@ class AdaptivePolicy(Policy):
     def _observe_sequence(self, sequence: SequenceView, result: RoundResult) -> None:
         offer = sequence.offers.get(result.drafter)
         used = result.drafter, 0 if offer is None else offer.window
-        for key, acceptance in sequence.acceptance.items():
-            if key == used:
-                acceptance.observe(len(result.drafted), result.accepted)
-                self._history[key].observe(len(result.drafted), result.accepted)
-            else:
+        for drafted_by, acceptance in sequence.acceptance.items():
+            if drafted_by != used:
                 acceptance.fade()
+        if used[0] in self._on_device:
+            for estimate in (sequence.acceptance[used], self._history[used]):
+                estimate.observe(len(result.drafted), result.accepted)
         for name, offer in sequence.offers.items():  # proposals can be compared even if they were not drafted
             if offer.proposal is not None:
                 shown = min(len(offer.proposal.tokens), len(result.tokens))

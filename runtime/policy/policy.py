@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from outrider.runtime import drafters
 from outrider.runtime.drafters.base import Proposal, Reading
-from outrider.runtime.policy.acceptance import Acceptance
+from outrider.runtime.policy.acceptance import Acceptance, DraftedBy
 from outrider.runtime.policy.choice import PLAIN, Choice
 from outrider.runtime.policy.early_stop import EarlyStop
 from outrider.runtime.policy.lengths import AnswerLengths
@@ -37,7 +37,7 @@ class SequenceView(NamedTuple):
     remaining: int  # tokens that may still be emitted
     greedy: bool
     offers: Mapping[str, Offer]  # of the drafters that can draft now
-    acceptance: Mapping[tuple[str, int], Acceptance]  # in this request, by drafter on the device and window that it read
+    acceptance: Mapping[DraftedBy, Acceptance]  # in this request, of drafters on the device
     lengths: AnswerLengths = AnswerLengths()  # of the owner's answers; never changed here
 
     @property
@@ -67,8 +67,8 @@ class Policy(ABC):
 
     names: list[str]  # the drafters to choose from
 
-    def begin(self) -> dict[tuple[str, int], Acceptance]:
-        """Return a new request's estimates of acceptance, by drafter and window."""
+    def begin(self) -> dict[DraftedBy, Acceptance]:
+        """Return a new request's estimates of acceptance."""
         return {}
 
     def lengths(self, owner: Hashable) -> AnswerLengths:

@@ -17,7 +17,7 @@ from outrider.runtime.drafters.base import Proposal, Reading
 from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.drafters.parallel import ParallelDrafter
 from outrider.runtime.generation import Outrider
-from outrider.runtime.policy.acceptance import Acceptance
+from outrider.runtime.policy.acceptance import Acceptance, DraftedBy
 from outrider.runtime.policy.adaptive import AdaptivePolicy
 from outrider.runtime.policy.choice import NONE, Choice
 from outrider.runtime.policy.policy import Observation, Offer, Policy, SequenceView
@@ -77,7 +77,7 @@ def view(
     pending: int = 0,
     matched: int = 0,
     emitted: int = 1,
-    acceptance: dict[tuple[str, int], Acceptance] | None = None,
+    acceptance: dict[DraftedBy, Acceptance] | None = None,
 ) -> SequenceView:
     """A sequence for which the draft model has to catch up with `pending` tokens, and n-grams have `matched` tokens."""
     offers = {MODEL: Offer([Reading(0, pending)], None)} if MODEL in policy.names else {}
