@@ -148,8 +148,8 @@ class Decoder:
     def _plan(
         self, policy: Policy, active: Sequence[Active], used: Sequence[Slot], most: int | None
     ) -> tuple[Choice, list[int], list[SequenceView]]:
-        """Let the drafter catch up. Return the choice with the smallest sufficient k, each request's number of drafts, and what
-        is true of the requests now.
+        """Let the drafter catch up. Return the choice with the smallest sufficient k, each request's number of drafts, and the
+        requests' views after it.
 
         A drafter reads a prompt after the first token of the answer, and in each round for one request.
         """
@@ -168,7 +168,7 @@ class Decoder:
                 count = 0
             elif offer.proposal is not None:
                 count = min(count, len(offer.proposal.tokens))
-            if count and offer is not None and offer.proposal is None:
+            if count and offer is not None and (len(offer.readings) > 1 or offer.readings[0].pending):
                 reading = policy.reading(choice, view)
                 behind = reading is None or reading.pending > 0 or reading.window != offer.window
                 if behind and reading is not None and view.emitted and not read:

@@ -70,7 +70,7 @@ class CachedDrafter(DeviceDrafter):
         return self._offsets[slot]
 
     def truncate(self, slot: int, length: int) -> None:
-        if not self._has_context(slot, length):
+        if not self._covers(slot, length):
             self._begin(slot)
         self._keep(slot, max(self._entries(slot, length), 0))
 
@@ -78,9 +78,9 @@ class CachedDrafter(DeviceDrafter):
         """Return the number of entries that a text of `length` tokens has in a slot's cache."""
         return length - self.shift - self._offsets[slot]
 
-    def _has_context(self, slot: int, length: int) -> bool:
-        """Return whether a round's context would not begin before a slot's offset."""
-        return not self._offsets[slot] or self._entries(slot, length) >= self._contexts[-1]
+    def _covers(self, slot: int, length: int) -> bool:
+        """Return whether a text of `length` tokens has a whole window after a slot's offset, and so a round's context, too."""
+        return self._entries(slot, length) >= self._windows[slot]
 
     def _begin(self, slot: int, offset: int = 0, window: int = 0) -> None:
         """Forget what a slot's cache holds. Its next entries begin at `offset`."""
@@ -93,7 +93,10 @@ class CachedDrafter(DeviceDrafter):
 
     def copy(self, source: int, target: int, length: int) -> None:
         entries = min(len(self._written[source]), self._entries(source, length))
-        if entries > len(self._written[target]) and self._has_context(source, length):
+        held = self._offsets[target] + len(self._written[target]) if self._written[target] else 0
+        if self._offsets[source] and (held or not self._covers(source, length)):
+            return  # the end of a text takes the place of nothing, or a reading of all of it would never finish
+        if entries > 0 and self._offsets[source] + entries > held:
             self._session.copy(source, target, entries)
             self._written[target] = self._written[source][:entries]
             self._agreed[target] = min(self._agreed[source], entries)
@@ -105,19 +108,19 @@ class CachedDrafter(DeviceDrafter):
 
     def pending(self, slot: int, tokens: list[int]) -> int:
         entries = self._entries(slot, len(tokens))
-        return max(self._anew(entries) - (entries - self.missing(slot, tokens)), 0)
+        return max(self._before_context(entries) - (entries - self.missing(slot, tokens)), 0)
 
     def readings(self, slot: int, tokens: list[int]) -> list[Reading]:
         current, pending = self._windows[slot], self.pending(slot, tokens)
         if current:
-            others = [Reading(0, self._anew(len(tokens) - self.shift))]
-            pending = min(pending, self._anew(current))
+            others = [Reading(0, self._before_context(len(tokens) - self.shift))]
+            pending = min(pending, self._before_context(current))
         else:
-            others = [Reading(window, self._anew(window)) for window in self._usable if window < pending]
+            others = [Reading(window, self._before_context(window)) for window in self._usable if window < pending]
         return [Reading(current, pending), *others]
 
-    def _anew(self, entries: int) -> int:
-        """Return how many entries must be written before a round that begins with `entries` entries."""
+    def _before_context(self, entries: int) -> int:
+        """Return how many of a text's entries come before those that a round's first step writes."""
         return entries - self._longest_context(entries, self._contexts)
 
     def missing(self, slot: int, tokens: list[int]) -> int:

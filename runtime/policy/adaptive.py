@@ -53,7 +53,7 @@ class _Plan(NamedTuple):
     reading: Reading
     late: float  # milliseconds to read
     rate: float  # acceptance
-    saved: float  # milliseconds that it will probably save
+    saved: float = 0.0  # milliseconds that it will probably save
 
 
 class AdaptivePolicy(Policy):
@@ -145,11 +145,11 @@ class AdaptivePolicy(Policy):
         best, least = PLAIN, self.times.round(PLAIN, batch) / batch.size
         times = {PLAIN: least}
         for name in self._on_device:
-            offered = [each for each in batch.sequences if name in each.offers]
+            offered = [(each, self._options(name, each)) for each in batch.sequences if name in each.offers]
             for k in sizes if offered else ():
                 choice = Choice(name, k)
                 time = self.times.round(choice, batch)
-                plans = [(self._best_plan(choice, sequence, time / batch.size), sequence) for sequence in offered]
+                plans = [(_plan(sequence, options, k, time / batch.size), sequence) for sequence, options in offered]
                 drafting = [(plan, sequence) for plan, sequence in plans if plan.saved >= 0]
                 late = sum([plan.late for plan, _ in drafting])
                 if late:
@@ -191,32 +191,30 @@ class AdaptivePolicy(Policy):
             if name != steady.choice.drafter and any(name in sequence.offers for sequence in batch.sequences):
                 choice = Choice(name, sizes[0])
                 time = self.times.round(choice, batch)
-                plans = [self._best_plan(choice, each, time / batch.size) for each in batch.sequences if name in each.offers]
+                offered = [each for each in batch.sequences if name in each.offers]
+                plans = [_plan(each, self._options(name, each), choice.k, time / batch.size) for each in offered]
                 rate = max([self._history[name, plan.reading.window].optimistic for plan in plans])
                 extra = max(time - batch.size * steady.per_token, 0.0)
                 probes.append((choice, extra + sum([plan.late for plan in plans]), rate))
         self._probes.price(self.times.round(steady.choice, batch), probes, drafting=steady.choice.k > 0)
 
     def reading(self, choice: Choice, sequence: SequenceView) -> Reading | None:
-        plan = self._best_plan(choice, sequence, self.times.round(choice, self._batch) / self._batch.size)
+        share = self.times.round(choice, self._batch) / self._batch.size
+        plan = _plan(sequence, self._options(choice.drafter, sequence), choice.k, share)
         if choice != self._steady.choice or self._batch.size == 1:
             return plan.reading  # it was compared at this sequence's price, or is a probe, whose price was paid
         return plan.reading if plan.saved >= 0 else None
 
-    def _best_plan(self, choice: Choice, sequence: SequenceView, share: float) -> _Plan:
-        """Return how a sequence whose share of a round is `share` drafts with the most time saved."""
-        name, (current, *others) = choice.drafter, sequence.offers[choice.drafter].readings
-        late, rate = self._late_and_rate(name, sequence, current)
-        if not late and (not others or sequence.acceptance[name, current.window].observed):
-            return _Plan(current, 0.0, rate, 0.0)  # where the end of a text was not enough, more of it seldom is
-        limit, expected = min(choice.k, sequence.remaining - 1), sequence.expected * share
-        best = _Plan(current, late, rate, expected * (1 - 1 / expected_tokens(rate, limit)) - late)
-        for reading in others:
-            late, rate = self._late_and_rate(name, sequence, reading)
-            if late < best.late or rate > best.rate:
-                plan = _Plan(reading, late, rate, expected * (1 - 1 / expected_tokens(rate, limit)) - late)
-                best = max(best, plan, key=lambda each: each.saved)
-        return best
+    def _options(self, name: str, sequence: SequenceView) -> list[_Plan]:
+        """Return the ways in which a drafter can draft for a sequence. What they save is not known yet.
+
+        A reading that was drafted from holds for the rest of the answer: where the end of a text was not enough, more of it
+        seldom is, and where all of it was not, less of it is not either.
+        """
+        readings = sequence.offers[name].readings
+        if len(readings) > 1 and sequence.acceptance[name, readings[0].window].observed:
+            readings = readings[:1]
+        return [_Plan(reading, *self._late_and_rate(name, sequence, reading)) for reading in readings]
 
     def _late_and_rate(self, name: str, sequence: SequenceView, reading: Reading) -> tuple[float, float]:
         """Return the milliseconds that a drafter has to read, and the acceptance to compare it by.
@@ -280,6 +278,16 @@ class AdaptivePolicy(Policy):
                 right = matching(offer.proposal.tokens, result.tokens)
                 self._evident(name, offer.proposal.evidence).observe(shown, right)
                 self._history[name, 0].observe(shown, right)
+
+
+def _plan(sequence: SequenceView, options: list[_Plan], k: int, share: float) -> _Plan:
+    """Return the option that saves the most time, for a sequence whose share of a round is `share`."""
+    if len(options) == 1 and not options[0].late:
+        return options[0]
+    limit, plain = min(k, sequence.remaining - 1), sequence.expected * share
+    saved = [plain * (1 - 1 / expected_tokens(option.rate, limit)) - option.late for option in options]
+    at = max(range(len(options)), key=saved.__getitem__)
+    return options[at]._replace(saved=saved[at])
 
 
 def _emitted(size: int, rates: Sequence[tuple[float, int, int]], k: int) -> float:

@@ -25,7 +25,7 @@ class Offer(NamedTuple):
 
     @property
     def window(self) -> int:
-        """How much of the text its cache holds; see `Reading`."""
+        """How many of the last tokens its cache began with; see `Reading`."""
         return self.readings[0].window
 
 

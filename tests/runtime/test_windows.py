@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from outrider.runtime.drafters.base import Reading
+from collections import defaultdict
+
+import pytest
+
+from outrider.bench.simulator import SimulatedSession
+from outrider.runtime.drafters.base import Reading, Resources
+from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.policy.adaptive import AdaptivePolicy
 from outrider.runtime.policy.choice import PLAIN, Choice
 from outrider.runtime.policy.policy import Offer, SequenceView
@@ -56,3 +62,50 @@ def test_a_reading_holds_for_the_rest_of_the_answer() -> None:
     assert read(policy, later) == Reading(64, 0)
     drafted(policy, later, 0, 20)
     assert read(policy, later) in (None, Reading(64, 0))
+
+
+def test_a_reading_holds_while_a_few_tokens_are_pending() -> None:
+    policy = adaptive(costs(acceptance=0.9))
+    behind = offering(policy, [Reading(64, 3), Reading(0, LONG - 2)], 1000)
+    drafted(policy, behind, 1, 1)
+    policy.choose([behind])
+    assert policy.reading(Choice(MODEL, 4), behind) == Reading(64, 3)
+    whole = offering(policy, [Reading(0, 67), Reading(64, 62)], 1000)
+    drafted(policy, whole, 0, 8)
+    policy.choose([whole])
+    assert policy.reading(Choice(MODEL, 4), whole) == Reading(0, 67)
+
+
+@pytest.fixture
+def drafter() -> ModelDrafter:
+    """A draft model for three slots, without computing anything."""
+    session = SimulatedSession(lambda rows, end: None)
+    return ModelDrafter(Resources(defaultdict(lambda: session), 3, 64, [4], windowed=True))
+
+
+def test_a_whole_reading_in_pieces_is_not_replaced_by_the_end_of_the_text_in_another_slot(drafter: ModelDrafter) -> None:
+    tokens = list(range(LONG))
+    drafter.catch_up(0, tokens, window=256)
+    assert [drafter.offset(0), len(drafter.written(0))] == [LONG - 256, 254]
+    left = list[int]()
+    while not left or left[-1]:
+        drafter.copy(0, 1, LONG)
+        drafter.catch_up(1, [*tokens, 1, 2], most=64)
+        left.append(drafter.pending(1, [*tokens, 1, 2]))
+        assert len(left) < 40
+    assert left == [*range(LONG - 64, 0, -64), 0]
+
+
+def test_the_end_of_a_text_is_not_replaced_by_a_shorter_beginning(drafter: ModelDrafter) -> None:
+    tokens = list(range(LONG))
+    drafter.catch_up(0, tokens[:300])
+    drafter.catch_up(1, tokens[: LONG - 3], window=64)
+    drafter.copy(0, 1, 300)
+    assert drafter.readings(1, tokens)[0] == Reading(64, 3)
+
+
+def test_a_text_that_keeps_less_than_a_window_is_read_anew(drafter: ModelDrafter) -> None:
+    tokens = list(range(LONG))
+    drafter.catch_up(0, tokens, window=256)
+    drafter.truncate(0, LONG - 10)
+    assert drafter.readings(0, tokens)[0] == Reading(0, LONG - 2)
