@@ -15,6 +15,7 @@ from onnx.external_data_helper import ExternalDataInfo
 from outrider.bundle.manifest import READS_FEATURES, WEIGHTS, model_file
 
 SMALLEST = 1 << 16  # bytes; smaller weights are not worth sharing
+BEGINNING = 4096  # bytes; weights are only compared as a whole if their beginnings are equal
 ALIGNMENT = 4096  # of large weights in a file, so that they can be mapped into memory
 
 
@@ -42,10 +43,11 @@ def share_weights(graph: Path, others: Iterable[Path]) -> None:
     for other in others:
         assert graph.parent == other.parent
         for tensor in _external(onnx.load(other, load_external_data=False)):
-            known[_kind(tensor)].append(tensor)
+            if _place(tensor)[2] >= SMALLEST:
+                known[_kind(graph.parent, tensor)].append(tensor)
     own = []
     for tensor in _external(model):
-        same = (each for each in known[_kind(tensor)] if _same(graph.parent, tensor, each))
+        same = (each for each in known[_kind(graph.parent, tensor)] if _same(graph.parent, tensor, each))
         if (found := next(same, None)) is None:
             own.append(tensor)
         else:
@@ -68,14 +70,15 @@ def _place(tensor: onnx.TensorProto) -> tuple[str, int, int]:
     return info.location, info.offset or 0, info.length or 0
 
 
-def _kind(tensor: onnx.TensorProto) -> tuple[Any, ...]:
-    size = _place(tensor)[2]
-    return (tensor.data_type, *tensor.dims, size) if size >= SMALLEST else (tensor.name, "small")
+def _kind(folder: Path, tensor: onnx.TensorProto) -> tuple[Any, ...]:
+    """Return what equal weights have in common, and few others do."""
+    location, offset, size = _place(tensor)
+    with (folder / location).open("rb") as file:
+        file.seek(offset)
+        return tensor.data_type, *tensor.dims, size, file.read(min(size, BEGINNING))
 
 
 def _same(folder: Path, tensor: onnx.TensorProto, other: onnx.TensorProto) -> bool:
-    if _place(tensor)[2] < SMALLEST:
-        return False
     ours, theirs = (np.memmap(folder / name, np.uint8, "r", at, (size,)) for name, at, size in map(_place, (tensor, other)))
     return bool(np.array_equal(ours, theirs))
 
