@@ -18,8 +18,8 @@ from outrider.builder.defaults import backends, longest
 from outrider.builder.passes import measure
 from outrider.builder.stages import ends_of
 from outrider.bundle.folder import digest_all, read_manifest, staged, write_whole
-from outrider.bundle.integrity import unchanged
-from outrider.bundle.manifest import MANIFEST, Build, Manifest
+from outrider.bundle.integrity import check_file, unchanged
+from outrider.bundle.manifest import MANIFEST, Build, Manifest, model_file
 from outrider.engines.contract import window_buckets
 from outrider.errors import DeviceError, EngineError, FolderError, OutriderError, OutriderWarning, UsageError
 from outrider.progress import SILENT, Progress
@@ -76,7 +76,10 @@ def build_engine(
     _check_sizes(spec)
     if stages is not None:
         _check_cuts([*preferred, last])
-        spec = replace(spec, ends=ends_of(stages, source))
+        graph = model_file("target")
+        with unchanged(source) as intact:
+            check_file(intact, graph, manifest.files[graph], SILENT)  # before anything in it is believed
+            spec = replace(spec, ends=ends_of(stages, intact))
     if measured is not None:
         _check_measured(measured, spec)
     for role, model in manifest.models.items():

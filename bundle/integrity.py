@@ -135,7 +135,7 @@ def checking(folder: Path, manifest: Manifest, progress: Progress = SILENT, chec
     unread = sum(manifest.files[name].size for name in weights) if known else 0
     progress.stage(f"checking every file of {folder}", sum(entry.size for entry in manifest.files.values()) - unread)
     for name, entry in manifest.files.items():
-        _check_file(folder, name, entry, progress if name not in weights else None)
+        check_file(folder, name, entry, progress if name not in weights else None)
     listed = {folder / name for name in (*manifest.files, MANIFEST)}
     for path in sorted(folder.rglob("*")):
         if path not in listed and (path.is_symlink() or not path.is_dir()) and path != folder / UNFINISHED:
@@ -144,7 +144,7 @@ def checking(folder: Path, manifest: Manifest, progress: Progress = SILENT, chec
 
     def check_weights() -> None:
         for name in [] if known else weights:
-            _check_file(folder, name, manifest.files[name], stoppable)
+            check_file(folder, name, manifest.files[name], stoppable)
 
     with ThreadPoolExecutor(1) as pool:
         digests = pool.submit(check_weights)
@@ -183,8 +183,12 @@ class _Stoppable(Progress):
         self._progress.advance(size)
 
 
-def _check_file(folder: Path, name: str, entry: FileEntry, progress: Progress | None) -> None:
-    """Check one file: its place, kind and size, and if there is a `progress` to report to, its digest."""
+def check_file(folder: Path, name: str, entry: FileEntry, progress: Progress | None) -> None:
+    """Check one file: its place, kind and size, and if there is a `progress` to report to, its digest.
+
+    Raises:
+        FolderError: as `check_files` does.
+    """
     again = "copy the folder again from its source, or build it again"
     path = folder / name
     try:

@@ -83,11 +83,22 @@ def test_only_an_export_can_be_built(tiny_bundle: Path, tmp_path: Path) -> None:
         build(tmp_path, tmp_path / "bundle")
 
 
-def test_a_damaged_export_is_refused_and_nothing_is_written(tiny_export: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [None, "2", "0,1"])
+@pytest.mark.parametrize("name", ["draft/model.onnx.data", "target/model.onnx.data", "target/model.onnx"])
+def test_a_damaged_export_is_refused_and_nothing_is_written(
+    tiny_export: Path, tmp_path: Path, name: str, stages: str | None
+) -> None:
     copy = Path(shutil.copytree(tiny_export, tmp_path / "onnx"))
-    (copy / "draft" / "model.onnx.data").write_bytes(b"")
-    with pytest.raises(FolderError, match="the manifest says"):
-        build(copy, tmp_path / "bundle")
+    whole = (copy / name).read_bytes()
+    changed = bytearray(whole)
+    changed[len(whole) // 2] ^= 1
+    for damage, message in (b"", "the manifest says"), (whole[:-9], "the manifest says"), (changed, "SHA-256 differs"):
+        (copy / name).write_bytes(damage)
+        with pytest.raises(FolderError, match=message):
+            build(copy, tmp_path / "bundle", stages=stages)
+    (copy / name).unlink()
+    with pytest.raises(FolderError, match="cannot be read: No such file or directory"):
+        build(copy, tmp_path / "bundle", stages=stages)
     assert [path.name for path in tmp_path.iterdir()] == ["onnx"]
 
 
