@@ -30,7 +30,7 @@ from outrider.engines.graph_session import GraphSession
 from outrider.engines.samplers import DRAFT_SAMPLERS, MARKOV
 from outrider.engines.session import Session
 from outrider.engines.sizes import Sizes
-from outrider.engines.staged_session import StagedSession
+from outrider.engines.staged_session import StagedSession, check_stages
 from outrider.errors import EngineError, FolderError
 from outrider.progress import Progress
 
@@ -63,6 +63,7 @@ class Engines(ABC):
         whole = self.sizes(role, batch)
         if not (stages := self.build.stages_of(role)):
             return self.model(role, whole)
+        check_stages(self.device, stages, self.manifest.models[role].precision, whole)
         sizes = [whole.of(stage) for stage in stages]
         return StagedSession([self.model(role, each) for each in sizes], sizes, whole)
 

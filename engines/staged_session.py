@@ -9,12 +9,19 @@ from typing import Any
 import numpy.typing as npt
 
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import BATCH_DIM, ROWS_DIM, WINDOW_DIM, Tensor, sized
+from outrider.engines.contract import BATCH_DIM, ROWS_DIM, WINDOW_DIM, Stage, Tensor, sized
 from outrider.engines.device import Buffer, Device, Launch, in_sequence
+from outrider.engines.precisions import PRECISIONS
 from outrider.engines.session import Pass, Session
-from outrider.engines.sizes import Sizes
+from outrider.engines.sizes import Sizes, check_memory
 
 FEWEST = 2  # rows of a pass that a stage may run in place of one
+
+
+def boundary_layout(tensors: Iterable[Tensor], sizes: Sizes) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return the shape and type of what stages give each other, by name, in the largest pass of a session."""
+    most = {BATCH_DIM: sizes.batch, ROWS_DIM: max(sizes.max_rows, FEWEST), WINDOW_DIM: sizes.capacity}
+    return {each.name: (sized(each.shape, most), each.dtype) for each in tensors}
 
 
 def boundary_buffers(device: Device, tensors: Iterable[Tensor], sizes: Sizes) -> dict[str, Buffer]:
@@ -23,8 +30,23 @@ def boundary_buffers(device: Device, tensors: Iterable[Tensor], sizes: Sizes) ->
     Raises:
         EngineError: the device has too little memory.
     """
-    most = {BATCH_DIM: sizes.batch, ROWS_DIM: max(sizes.max_rows, FEWEST), WINDOW_DIM: sizes.capacity}
-    return {each.name: device.zeros(sized(each.shape, most), each.dtype, "what stages pass on") for each in tensors}
+    return {name: device.zeros(*each, "what stages pass on") for name, each in boundary_layout(tensors, sizes).items()}
+
+
+def check_stages(device: Device, stages: Iterable[Stage], precision: str, whole: Sizes) -> None:
+    """Check that the caches of all stages, and what they pass on, fit together before the first of them is opened.
+
+    Args:
+        precision: key of `PRECISIONS`.
+        whole: the sizes of the whole model.
+
+    Raises:
+        EngineError: they do not fit.
+    """
+    own = PRECISIONS[precision].dtype
+    caches = [((whole.batch, *each.sizes(whole.capacity, whole.recent)), each.dtype or own) for each in whole.tensors]
+    passed = boundary_layout((tensor for stage in stages for tensor in stage.gives), whole)
+    check_memory(device, whole, [*caches, *passed.values()])
 
 
 class StagedSession(Session):

@@ -19,6 +19,7 @@ from outrider.builder.build import build_engine
 from outrider.builder.passes import FEW_RUNS, TIMED_RUNS, measure
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import ROLES
+from outrider.engines.device import Cpu
 from outrider.engines.samplers import DRAFT_SAMPLERS, SAMPLERS
 from outrider.engines.session import Session
 from outrider.errors import EngineError, FolderError, UsageError
@@ -74,6 +75,22 @@ def test_a_cache_that_no_memory_holds_is_refused(tiny_export: Path, tmp_path: Pa
     ):
         build(tiny_export, tmp_path / "bundle", batch=10**15, measured=None)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("stages", [None, "2"])
+def test_caches_that_only_fit_one_by_one_are_refused(
+    tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: str | None, backend: str
+) -> None:
+    """Stages have a cache each, and the system kills a process whose memory runs out in the last one."""
+    bundle = build(tiny_export, tmp_path / "bundle", backend=backend, stages=stages, batch=8)
+    layers = read_manifest(bundle).models["target"].layers
+    size = 8 * 160 * sum(heads * (key + value) for heads, key, value in layers) * 4
+    monkeypatch.setattr(Cpu, "memory", lambda _: (size - 1, size - 1))
+    with pytest.raises(EngineError, match=r"no memory for a cache of 8 x 160 positions: it takes [\d,]+ bytes, and there are"):
+        Outrider.load(bundle, slots=None)
+    monkeypatch.setattr(Cpu, "memory", lambda _: (4 * size, 4 * size))
+    Outrider.load(bundle, slots=None).close()
 
 
 def test_only_an_export_can_be_built(tiny_bundle: Path, tmp_path: Path) -> None:
