@@ -78,9 +78,10 @@ def check_same(export: Path, engines: Engines, role: str, progress: Progress = S
     for want, got in zip(expected, actual, strict=True):
         allowed = tolerance * largest(want)
         if not difference(want, got) <= allowed:
+            other = "without --stages" if engines.build.stages_of(role) else "with --backend onnxruntime"
             raise EngineError(
                 f"the rewritten {role}'s results would differ by more than {allowed:.2g}",
-                "build the export with --backend onnxruntime, and report this",
+                f"build the export {other}, and report this",
             )
 
 

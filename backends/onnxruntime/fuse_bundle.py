@@ -27,6 +27,9 @@ def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, pr
 
     Returns:
         For each rewritten model, how often each rewrite was applied.
+
+    Raises:
+        EngineError: stages that are not fused do not compute the same as the export.
     """
     counts = {}
     for role in manifest.roles if _can_fuse(manifest, build) else ():
@@ -49,7 +52,7 @@ def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, pr
             keep_own_weights(source / model_file(role), folder / model_file(role))
             continue
         if build.stages_of(role):
-            _write_stages(source, folder, role, build)
+            _write_stages(source, folder, manifest, build, role, progress)
             continue
         for name in graph_files(role):
             (folder / name).parent.mkdir(exist_ok=True)
@@ -61,13 +64,16 @@ def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, pr
     return counts
 
 
-def _write_stages(source: Path, folder: Path, role: str, build: Build) -> None:
-    """Write the stages of a model as they are cut from the export."""
+def _write_stages(source: Path, folder: Path, manifest: Manifest, build: Build, role: str, progress: Progress) -> None:
+    """Write the stages of a model as they are cut from the export, and compare them with it."""
     from outrider.backends.rewriting.graphs import save
 
     for name, model in _graphs(source, role, build).items():
         (folder / name).parent.mkdir(exist_ok=True)
         save(model, folder / name)
+    few = msgspec.structs.replace(build, batch=min(build.batch, 2))  # the caches of all may only fit a GPU
+    progress.stage(f"comparing the stages of the {role} with the export", passes_of_check(few))
+    check_same(source, OnnxRuntimeEngines(folder, manifest, few, Cpu()), role, progress)
 
 
 def _can_fuse(manifest: Manifest, build: Build) -> bool:

@@ -1,0 +1,56 @@
+"""Stages of a bundle for ONNX Runtime compute what the export does, whether they are fused or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+from outrider.backends.rewriting.stages import cut
+from outrider.bundle.folder import read_manifest
+from outrider.errors import EngineError
+from outrider.tests.support import build
+
+UNFUSED = [({"batch": 65}, "fp32"), ({"device": "cuda"}, "fp32"), ({"device": "cuda"}, "int4")]
+
+
+def wrong(model: ir.Model, ends: Sequence[int]) -> list[ir.Model]:
+    """The stages of a model, of which the last one bounds what it takes."""
+    stages = cut(model, ends)
+    (taken,) = (each for each in stages[-1].graph.inputs if str(each.name).startswith("boundary."))
+    users = [*taken.uses()]
+    bounded = ir.node("Tanh", [taken])
+    bounded.outputs[0].type, bounded.outputs[0].shape = taken.type, taken.shape
+    stages[-1].graph.insert_before(stages[-1].graph[0], bounded)
+    for use in users:
+        use.node.replace_input_with(use.idx, bounded.outputs[0])
+    return stages
+
+
+@pytest.mark.filterwarnings("ignore:the target stays as exported")
+@pytest.mark.parametrize(("options", "precision"), [({}, "fp32"), *UNFUSED])
+def test_a_wrong_cut_is_refused(
+    trained_exports: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    precision: str,
+) -> None:
+    monkeypatch.setattr("outrider.backends.rewriting.parts.cut", wrong)
+    with pytest.raises(EngineError, match="the rewritten target's results would differ by more than") as refused:
+        build(trained_exports(precision), tmp_path / "bundle", stages="2", **options)
+    assert refused.value.hint.startswith("build the export without --stages")
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize(("options", "precision"), UNFUSED)
+def test_stages_that_are_not_fused_compute_the_same(
+    trained_exports: Callable[[str], Path], tmp_path: Path, options: dict[str, Any], precision: str
+) -> None:
+    made = read_manifest(build(trained_exports(precision), tmp_path / "bundle", stages="2", **options)).build
+    assert made is not None
+    assert len(made.stages) == 2
+    assert "target" not in made.rewrites
