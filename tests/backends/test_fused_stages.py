@@ -6,13 +6,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 
 from outrider.backends.rewriting.stages import cut
 from outrider.bundle.folder import read_manifest
 from outrider.errors import EngineError
-from outrider.tests.support import build
+from outrider.export.pair import export_pair
+from outrider.tests.runtime.stages import SLOTS, loaded, results
+from outrider.tests.support import build, llama, write_checkpoint
 
 UNFUSED = [({"batch": 65}, "fp32"), ({"device": "cuda"}, "fp32"), ({"device": "cuda"}, "int4")]
 
@@ -54,3 +58,19 @@ def test_stages_that_are_not_fused_compute_the_same(
     assert made is not None
     assert len(made.stages) == 2
     assert "target" not in made.rewrites
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("int4", marks=pytest.mark.slow)])
+def test_sums_of_biased_layers_have_the_bits_of_the_whole(tmp_path: Path, precision: str) -> None:
+    """A layer's bias is added before the residual stream, also where a norm follows that is fused with the sums."""
+    model = llama(hidden_size=64, intermediate_size=96, mlp_bias=True, attention_bias=True)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # fresh biases are zeros
+            parameter.data += torch.randn_like(parameter)
+    export = tmp_path / "export"
+    export_pair(str(write_checkpoint(tmp_path / "model", model)), None, export, precision=precision)
+    made = [loaded(export, tmp_path / str(stages), stages) for stages in (None, "2")]
+    assert [each.build.rewrites["target"]["norms of sums"] for each in made] == [4, 4]
+    want, got = ([*map(np.array, results(each.engines.session("target", SLOTS)))] for each in made)
+    for theirs, ours in zip(want, got, strict=True):
+        np.testing.assert_array_equal(ours, theirs)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import onnx_ir as ir
 from onnx_ir.passes import common
+from onnxscript.rewriter import RewriteRuleSet
 from onnxscript.rewriter.ort_fusions.rms_normalization import rms_normalization_ruleset
-from onnxscript.rewriter.ort_fusions.skip_normalization import skip_rms_normalization_ruleset
+from onnxscript.rewriter.ort_fusions.skip_normalization import SkipRmsNormFusion
 
 from outrider.backends.onnxruntime.fusion.attention import GroupQueryAttention
 from outrider.backends.onnxruntime.fusion.experts import experts
@@ -20,6 +21,9 @@ from outrider.backends.rewriting.joined_products import Products
 from outrider.backends.rewriting.logits import LastRows
 from outrider.backends.rewriting.matching import MICROSOFT
 from outrider.backends.rewriting.spare_row import SpareRow
+
+# Without a bias: the operator adds it last, and a stage that ends before the norm adds it before the residual stream.
+NORMS_OF_SUMS = RewriteRuleSet([SkipRmsNormFusion.rule("SkipRmsNorm", has_bias=False)])  # type: ignore[no-untyped-call]
 
 
 def fuse(model: ir.Model, output: Path, capacity: int, steady: bool, batch: int) -> tuple[dict[str, int], list[str]]:
@@ -39,7 +43,7 @@ def fuse(model: ir.Model, output: Path, capacity: int, steady: bool, batch: int)
     model.opset_imports[MICROSOFT] = 1
     counts = {
         "norms": rms_normalization_ruleset.apply_to_model(model),
-        "norms of sums": skip_rms_normalization_ruleset.apply_to_model(model),
+        "norms of sums": NORMS_OF_SUMS.apply_to_model(model),
         "recurrences": recurrences(model),
         "experts": experts(model, steady),
     }
