@@ -270,6 +270,8 @@ class Backend(ABC):
         Raises:
             FolderError: something is missing.
         """
+        if build.stages and not self.cuts:
+            raise damaged(f"it has stages, and {self.name} runs none - at `$.build.stages`")
         whole = [name for name in manifest.engines if not build.stages_of(name)]
         required = {TOKENIZER, *(file for name in whole for file in self.engine_files(name))}
         required |= {each for stage in build.stages for path in [step_file("target", stage)] for each in (path, path + WEIGHTS)}

@@ -11,7 +11,7 @@ from pathlib import Path
 from outrider.bundle.manifest import model_file
 from outrider.errors import EngineError, UsageError
 
-SPAN = re.compile(r"(\d+)(?:-(\d+))?")
+SPAN = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 EXAMPLE = "use --stages 2, or --stages 0-13,14-27 to name the layers of each stage"
 
 
@@ -45,7 +45,8 @@ def ends_of(wanted: str, export: Path) -> list[int]:
         return [last + 1 for _, last in spans]
     ends = possible_ends(model)
     if not 2 <= (stages := spans[0][0]) <= len(ends):
-        hint = f"use 2 to {len(ends)} stages" if len(ends) > 1 else "leave --stages out"
+        more = f", or a number up to {len(ends)}" if len(ends) > 2 else ""
+        hint = f"use --stages 2{more}" if len(ends) > 1 else "leave --stages out"
         raise UsageError(f"a target of {count} layers cannot have {stages} stages", hint)
     return [ends[index - 1] for index in balanced([weights_of(part) for part in cut(model, ends)], stages)]
 

@@ -15,7 +15,7 @@ from outrider.engines.precisions import PRECISIONS
 from outrider.engines.session import Pass, Session
 from outrider.engines.sizes import Sizes, check_memory
 
-FEWEST = 2  # rows of a pass that a stage may run in place of one
+FEWEST = 2  # rows that some sessions run in place of one: of a pass, and of a sequence in attention
 
 
 def boundary_layout(tensors: Iterable[Tensor], sizes: Sizes) -> dict[str, tuple[tuple[int, ...], str]]:

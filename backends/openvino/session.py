@@ -36,10 +36,9 @@ from outrider.engines.device import Buffer, Cpu, Engine, Launch, nothing
 from outrider.engines.precisions import DTYPES
 from outrider.engines.session import Pass, Session
 from outrider.engines.sizes import Sizes, check_memory
-from outrider.engines.staged_session import boundary_buffers
+from outrider.engines.staged_session import FEWEST, boundary_buffers
 
 BLOCK_DIM = 2  # of a cache [blocks, heads, positions of a block, width]
-FEWEST = 2  # rows of a sequence in attention, and of a pass in products
 
 Tensors = dict[str, Any]
 """OpenVINO's tensors, by the name of the input."""

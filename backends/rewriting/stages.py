@@ -18,7 +18,7 @@ from onnx_ir.passes import common
 from outrider.backends.rewriting.matching import shape_of
 from outrider.backends.rewriting.minimum_cut import Uncuttable, minimum_cut
 from outrider.backends.rewriting.step_layers import layers_of
-from outrider.engines.contract import BATCH_DIM, ROWS_DIM
+from outrider.engines.contract import BATCH_DIM, BOUNDARY, ROWS_DIM
 from outrider.errors import UsageError
 
 HEAVY = 4096  # bytes; what reads larger weights is computed in one stage only
@@ -38,7 +38,7 @@ def possible_ends(model: ir.Model) -> list[int]:
 
 def boundary(stage: int, index: int) -> str:
     """Return the name of a value that a stage passes to the next."""
-    return f"boundary.{stage}.{index}"
+    return f"{BOUNDARY}{stage}.{index}"
 
 
 def cut(model: ir.Model, ends: Sequence[int]) -> list[ir.Model]:

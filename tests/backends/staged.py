@@ -17,6 +17,7 @@ from outrider.backends.onnxruntime.engine import session_options
 from outrider.backends.rewriting.stages import cut, possible_ends
 from outrider.engines.contract import (
     BATCH_DIM,
+    BOUNDARY,
     CAPACITY_DIM,
     COMMITTED,
     INPUT_IDS,
@@ -60,8 +61,8 @@ def check_stages(
             ir.save(stage, path)
         sessions = [_session(path) for path in paths]
         for before, after in pairwise(sessions):
-            passed = {each.name for each in before.get_outputs() if each.name.startswith("boundary.")}
-            assert passed == {each.name for each in after.get_inputs() if each.name.startswith("boundary.")} != set()
+            passed = {each.name for each in before.get_outputs() if each.name.startswith(BOUNDARY)}
+            assert passed == {each.name for each in after.get_inputs() if each.name.startswith(BOUNDARY)} != set()
         for run, (whole_run, staged) in enumerate(zip(want, _results(sessions, whole), strict=True)):
             for name, value in whole_run.items():
                 (compare or numpy.testing.assert_array_equal)(staged[name], value)
@@ -95,7 +96,7 @@ def _results(sessions: Sequence[Any], whole: Any) -> list[Values]:
         for session, cache in zip(sessions, caches, strict=True):
             own = _run(session, given | cache)
             cache |= {name.replace("present_", "past_"): value for name, value in own.items() if name.startswith("present_")}
-            given |= {name: value for name, value in own.items() if name.startswith("boundary.")}
+            given |= {name: value for name, value in own.items() if name.startswith(BOUNDARY)}
             assert not outputs.keys() & own.keys()
             outputs |= own
         found.append({each.name: outputs[each.name] for each in whole.get_outputs()})

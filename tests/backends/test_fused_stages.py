@@ -13,6 +13,7 @@ import torch
 
 from outrider.backends.rewriting.stages import cut
 from outrider.bundle.folder import read_manifest
+from outrider.engines.contract import BOUNDARY
 from outrider.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.tests.runtime.stages import SLOTS, loaded, results
@@ -24,7 +25,7 @@ UNFUSED = [({"batch": 65}, "fp32"), ({"device": "cuda"}, "fp32"), ({"device": "c
 def wrong(model: ir.Model, ends: Sequence[int]) -> list[ir.Model]:
     """The stages of a model, of which the last one bounds what it takes."""
     stages = cut(model, ends)
-    (taken,) = (each for each in stages[-1].graph.inputs if str(each.name).startswith("boundary."))
+    (taken,) = (each for each in stages[-1].graph.inputs if str(each.name).startswith(BOUNDARY))
     users = [*taken.uses()]
     bounded = ir.node("Tanh", [taken])
     bounded.outputs[0].type, bounded.outputs[0].shape = taken.type, taken.shape

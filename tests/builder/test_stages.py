@@ -26,12 +26,12 @@ def test_the_largest_stage_is_as_small_as_it_can_be(sizes: list[int], stages: in
 
 
 @pytest.mark.parametrize(
-    "wanted", ["0", "1", "3", "two", "0-1", "1,0", "0,0-1", "0-0,1-2", "0,1,", "1-0,1", "0-9999999999999,1"]
+    "wanted", ["0", "1", "3", "two", "0-1", "1,0", "0,0-1", "0-0,1-2", "0,1,", "1-0,1", "0-9999999999999,1", "9" * 5000]
 )
 def test_stages_that_do_not_fit_are_refused(tiny_export: Path, tmp_path: Path, wanted: str) -> None:
     done = run_here("build-engine", tiny_export, "-o", tmp_path / "bundle", "--backend", "onnxruntime", "--stages", wanted)
     assert done.returncode == 2
-    assert "use --stages" in done.stderr or "use 2 to 2 stages" in done.stderr
+    assert "use --stages 2" in done.stderr
     assert not (tmp_path / "bundle").exists()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from outrider.backends import registry
 from outrider.bundle.decoding import decode_manifest
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Manifest
@@ -62,3 +63,10 @@ def test_stages_read_back_as_they_were_written(tmp_path: Path) -> None:
 def test_stages_that_do_not_fit_together_are_damage(tmp_path: Path, stages: list[Stage]) -> None:
     with pytest.raises(FolderError, match="its stages do not fit together"):
         decode(tmp_path, *stages)
+
+
+def test_stages_of_a_backend_that_runs_none_are_damage(tmp_path: Path) -> None:
+    manifest = decode(tmp_path, FIRST, SECOND)
+    assert manifest.build is not None
+    with pytest.raises(FolderError, match="it has stages, and tensorrt-rtx runs none"):
+        registry.get("tensorrt-rtx").check(manifest, manifest.build)
