@@ -37,6 +37,10 @@ class OutriderError(Exception):
         self.hint = hint
         self.param = param
 
+    def __reduce__(self) -> tuple[Callable[..., OutriderError], tuple[str, str], dict[str, object]]:
+        """Let it pass to another process, as the hint is no argument of `Exception`."""
+        return type(self), (str(self), self.hint), self.__dict__
+
 
 class SourceError(OutriderError):
     """A checkpoint cannot be read."""
