@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,9 @@ from outrider.engines.staged_session import StagedSession, check_stages
 from outrider.errors import EngineError, FolderError
 from outrider.progress import Progress
 
+Elsewhere = Callable[["Engines", Sequence[Sizes]], Sequence[Session]]
+"""Opens the stages of a target with these sizes, all but the last, in other processes."""
+
 
 class Engines(ABC):
     """A bundle's engines on a device.
@@ -47,6 +50,7 @@ class Engines(ABC):
         self.manifest = manifest
         self.build = build
         self.device = device
+        self.elsewhere: Elsewhere | None = None
 
     @abstractmethod
     def model(self, role: str, sizes: Sizes) -> Session:
@@ -65,7 +69,8 @@ class Engines(ABC):
             return self.model(role, whole)
         check_stages(self.device, stages, self.manifest.models[role].precision, whole)
         sizes = [whole.of(stage) for stage in stages]
-        return StagedSession([self.model(role, each) for each in sizes], sizes, whole)
+        first = self.elsewhere(self, sizes[:-1]) if self.elsewhere else []
+        return StagedSession([*first, *(self.model(role, each) for each in sizes[len(first) :])], sizes, whole)
 
     def sessions(self, batch: int) -> dict[str, Session]:
         """Return a session for every model, by role. On a CPU they load in parallel, because kernels use one thread to reorder

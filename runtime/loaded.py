@@ -10,12 +10,13 @@ from numbers import Integral
 from pathlib import Path
 from typing import Self
 
-from outrider.backends.base import Engines
+from outrider.backends.base import Elsewhere, Engines
 from outrider.backends.open import open_engines, read_bundle
 from outrider.bundle.integrity import checking, unchanged
+from outrider.bundle.manifest import Build
 from outrider.engines.device import Engine
 from outrider.engines.session import Session
-from outrider.errors import UsageError
+from outrider.errors import EngineError, UsageError
 from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
 from outrider.runtime.decoder import Decoder
@@ -91,6 +92,7 @@ class LoadedBundle:
         chat_template: str | None = None,
         memory: Memory | None = None,
         checked: Path | None = None,
+        ray: bool = False,
     ) -> Self:
         """Check every file of a bundle and load its engines.
 
@@ -101,12 +103,14 @@ class LoadedBundle:
             memory: of earlier requests, to draft from; it takes in the finished ones. None remembers nothing.
             checked: a file that keeps how the bundle was when its digests were right; those of its weights are not computed
                 again while it is the same. Whoever can write this file can pass off other weights.
+            ray: run the target's stages but the last in other processes, in the Ray cluster at `RAY_ADDRESS` or in a new one
+                on this machine.
 
         Raises:
             FolderError: the bundle is missing, damaged, has a newer schema, or was replaced while it was loaded.
             EngineError: the backend is not installed, does not run here, or rejects an engine.
-            UsageError: the backend does not support the device, the bundle was built for fewer slots, or the memory is of a
-                model with another tokenizer.
+            UsageError: the backend does not support the device, the bundle was built for fewer slots or without stages, or the
+                memory is of a model with another tokenizer.
         """
         with unchanged(Path(bundle)) as folder:
             manifest, build = read_bundle(folder)
@@ -117,7 +121,10 @@ class LoadedBundle:
                 )
             with checking(folder, manifest, progress, checked):
                 text = Text.load(folder, manifest, chat_template)
-                loaded = cls(open_engines(folder, manifest, build, device), text, slots, memory=memory)
+                engines = open_engines(folder, manifest, build, device)
+                if ray:
+                    engines.elsewhere = _in_ray(build, device)
+                loaded = cls(engines, text, slots, memory=memory)
             loaded.engines.prepare(loaded.sessions, progress)
             return loaded
 
@@ -237,3 +244,13 @@ class LoadedBundle:
     def engine_seconds(self) -> float:
         """Return the time that engines have run so far."""
         return self.rounds.seconds + sum(session.seconds for session in self.sessions.values())
+
+
+def _in_ray(build: Build, device: str | None) -> Elsewhere:
+    if not build.stages:
+        raise UsageError("this bundle's target is in one piece", "build it with --stages 2, or load it without Ray")
+    try:
+        from outrider.backends.remote_stages import RayStages
+    except ImportError as error:
+        raise EngineError(f"Ray cannot be imported: {error}", "pip install 'outrider[ray]'") from error
+    return RayStages(device)

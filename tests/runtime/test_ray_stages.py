@@ -1,0 +1,206 @@
+"""A target whose stages run on several nodes of a Ray cluster, and what happens if one of them fails."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+import outrider
+from outrider import Outrider, SamplingParams
+from outrider.backends.base import Engines
+from outrider.backends.open import open_bundle, open_engines
+from outrider.backends.remote_stages import RayStages
+from outrider.engines.staged_session import StagedSession
+from outrider.errors import EngineError, OutriderError, UsageError
+from outrider.export.pair import export_pair
+from outrider.runtime.request import Event
+from outrider.runtime.scheduler import Scheduler
+from outrider.serve.engine import EngineThread
+from outrider.serve.metrics import Metrics
+from outrider.tests.deferred import DeferredEngines
+from outrider.tests.runtime.stages import SLOTS, alone, loaded, results, together
+from outrider.tests.support import ROOT, Made, build
+
+pytestmark = pytest.mark.slow
+HYBRID = str(ROOT / "examples" / "tiny-hybrid" / "target")
+STAGES = {"pair": "3", "head": "2", "hybrid": "3"}
+INLINE = 1000  # bytes of a result that travels with calls: with passes of few rows, but not with those of many
+
+
+class Bundles(NamedTuple):
+    """A target in one piece and in stages."""
+
+    whole: Path
+    staged: Path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """Two nodes, each with a core, so that each has one stage; the last one is in this process."""
+    size = {"object_store_memory": 100 << 20}
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": {"max_direct_call_object_size": INLINE}}
+    cluster = Cluster(initialize_head=True, head_node_args=size | head)
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1, **size)
+        cluster.wait_for_nodes()
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def bundles(
+    shipped_export: Path,
+    drafter_exports: Callable[[str, str], Path],
+    once: Callable[[str, Callable[[Path], object]], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Made[Bundles]:
+    folder = tmp_path_factory.mktemp("ray")
+
+    def export(name: str) -> Path:
+        if name == "hybrid":
+            return once("hybrid-fp32", lambda output: export_pair(HYBRID, None, output, precision="fp32"))
+        return shipped_export if name == "pair" else drafter_exports("fp32", "trained head")
+
+    def make(name: str) -> Bundles:
+        source, made = export(name), Bundles(folder / f"{name} whole", folder / f"{name} staged")
+        for path, stages in zip(made, (None, STAGES[name]), strict=True):
+            loaded(source, path, stages).close()
+        return made
+
+    return Made(make)
+
+
+def hosts() -> list[psutil.Process]:
+    """The processes of the stages."""
+    return [each for each in psutil.process_iter(["cmdline"]) if "ray::StageHost" in " ".join(each.info["cmdline"] or ())]
+
+
+def engines(bundle: Path, passing: float = 60) -> Engines:
+    opened = open_engines(bundle, *open_bundle(bundle))
+    opened.elsewhere = RayStages(passing=passing)
+    return opened
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_texts_over_nodes_are_those_of_the_whole(bundles: Made[Bundles], name: str) -> None:
+    """Greedy and sampled, free and under grammars, alone and together, with every drafter of the bundle."""
+    whole = Outrider.load(bundles[name].whole, slots=None)
+    with closing(Outrider.load(bundles[name].staged, slots=None, ray=True)) as staged:
+        assert len(hosts()) == int(STAGES[name]) - 1
+        want = alone(whole, 0, None, 8)
+        assert alone(staged, 0, None, 8) == want
+        assert alone(staged, "auto", None, 8) == want
+        for drafter in whole.drafters:
+            assert alone(staged, 4, drafter, 8) == want, drafter
+        assert together(staged, "auto") == together(whole, 0)
+
+
+@pytest.mark.parametrize("name", ["pair", "hybrid"])
+def test_nodes_compute_the_same_bits(bundles: Made[Bundles], name: str) -> None:
+    """In every pass, and in the caches, also after copies and snapshots."""
+    whole, staged = (open_engines(each, *open_bundle(each)) for each in bundles[name])
+    staged.elsewhere = RayStages()
+    want, got = ([*map(np.array, results(each.session("target", SLOTS)))] for each in (whole, staged))
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_server_whose_stage_dies_says_so(bundles: Made[Bundles]) -> None:
+    """Requests get an error, and then the engines count as broken, so that whoever runs the server restarts it."""
+    bundle = bundles["pair"].staged
+    engine = EngineThread(bundle, lambda: Scheduler(Outrider.load(bundle, slots=None, ray=True)), Metrics(), timeout=60)
+    engine.start()
+    assert engine.loaded.wait(120)
+
+    async def ask(token: int) -> Event | OutriderError:
+        answers: asyncio.Queue[Event | OutriderError] = asyncio.Queue()
+        await engine.submit([([token, 6, 7], SamplingParams(max_new_tokens=3))], lambda _, each: answers.put_nowait(each))
+        while isinstance(answer := await asyncio.wait_for(answers.get(), 60), Event) and answer.finish_reason is None:
+            pass
+        return answer
+
+    assert isinstance(asyncio.run(ask(5)), Event)
+    hosts()[0].kill()
+    began = time.monotonic()
+    for token in range(10, 13):
+        answer = asyncio.run(ask(token))
+        assert isinstance(answer, EngineError)
+        assert "stage " in str(answer)
+        assert "ActorDiedError" in str(answer)
+    for _ in range(100):
+        if engine.failure is not None:
+            break
+        time.sleep(0.05)
+    assert "ActorDiedError" in str(engine.failure)
+    assert time.monotonic() - began < 30
+    engine.stop()
+
+
+def test_a_stage_that_hangs_is_not_waited_for_longer_than_the_limit(bundles: Made[Bundles]) -> None:
+    session = engines(bundles["pair"].staged, passing=2).session("target", 1)
+    ids, start = np.array([[5, 6, 7]]), np.array([0])
+    session.run(ids, start)
+    for host in hosts():
+        host.send_signal(signal.SIGSTOP)
+    with pytest.raises(EngineError, match=r"stage 1 \(layers 0-1\) did not answer within 2 seconds"):
+        session.run(ids, start)
+    began = time.monotonic()
+    session.clear(0)
+    with pytest.raises(EngineError, match="stage 1"):  # caches may differ, so no later pass runs
+        session.run(ids, start)
+    assert time.monotonic() - began < 1
+
+
+def test_an_error_of_a_call_without_a_result_appears_in_the_next_pass(bundles: Made[Bundles]) -> None:
+    session = engines(bundles["pair"].staged).session("target", 1)
+    assert isinstance(session, StagedSession)
+    session.stages[0].clear(None)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match=r"stage 1 \(layers 0-1\) failed"):
+        session.run(np.array([[5, 6, 7]]), np.array([0]))
+
+
+def test_another_bundle_or_release_is_refused(
+    bundles: Made[Bundles], shipped_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, bundle = tmp_path / "other", tmp_path / "bundle"
+    build(shipped_export, other, stages="3", k=[1], capacity=127, batch=1)
+    shutil.copytree(bundles["pair"].staged, bundle)
+    opened = engines(bundle)
+    with monkeypatch.context() as patch:
+        patch.setattr(outrider, "__version__", "0.0.9")
+        with pytest.raises(EngineError, match=r"stage 1 .*its process has outrider .*, and the one that decodes has 0\.0\.9"):
+            opened.session("target", 1)
+    weights = next(iter((bundle / "target").glob("*.data")))
+    weights.write_bytes(bytes(weights.stat().st_size))
+    with pytest.raises(EngineError, match="is not the file that was sealed"):
+        opened.session("target", 1)
+    shutil.rmtree(bundle)
+    shutil.copytree(other, bundle)
+    with pytest.raises(EngineError, match="its machine has another bundle at"):
+        opened.session("target", 1)
+
+
+def test_stages_on_another_device_and_targets_in_one_piece_are_refused(bundles: Made[Bundles]) -> None:
+    whole, staged = bundles["pair"]
+    with pytest.raises(UsageError, match="in one piece"):
+        Outrider.load(whole, ray=True)
+    deferred = DeferredEngines(staged, *open_bundle(staged))
+    deferred.elsewhere = RayStages()
+    with pytest.raises(UsageError, match="on CPUs only"):
+        deferred.session("target", 1)
