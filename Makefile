@@ -7,13 +7,25 @@ PAIR := examples/tiny-pair
 DEMO := build/demo
 PROMPT := Customer: Hi, I would like to book a table for two in San Jose.
 
-.PHONY: demo test test-all mutants models-page check docs newest clean
+.PHONY: demo demo-stages test test-all mutants models-page check docs newest clean
 
 demo: $(VENV)/.installed
 	rm -rf $(DEMO)
 	$(BIN)/outrider export --target $(PAIR)/target --draft $(PAIR)/draft -o $(DEMO)/onnx
 	$(BIN)/outrider build-engine $(DEMO)/onnx -o $(DEMO)/bundle --backend onnxruntime --k 1,2,4,8 --capacity 512
 	$(BIN)/outrider generate $(DEMO)/bundle --prompt "$(PROMPT)" --max-new-tokens 96 --k 4 --show
+
+# The text of the pair with its target in two stages, each in a process, is that of the whole target.
+demo-stages: $(VENV)/.installed-ray
+	rm -rf $(DEMO)-stages
+	$(BIN)/outrider export --target $(PAIR)/target --draft $(PAIR)/draft -o $(DEMO)-stages/onnx
+	$(BIN)/outrider build-engine $(DEMO)-stages/onnx -o $(DEMO)-stages/whole --backend onnxruntime --k 4 --capacity 512
+	$(BIN)/outrider build-engine $(DEMO)-stages/onnx -o $(DEMO)-stages/bundle --backend onnxruntime --k 4 --capacity 512 --stages 2
+	$(BIN)/outrider generate $(DEMO)-stages/whole --prompt "$(PROMPT)" --max-new-tokens 96 --k 0 > $(DEMO)-stages/whole.txt
+	$(BIN)/outrider generate $(DEMO)-stages/bundle --prompt "$(PROMPT)" --max-new-tokens 96 --k 4 --stage-cores 1 > $(DEMO)-stages/text.txt
+	cat $(DEMO)-stages/text.txt
+	cmp $(DEMO)-stages/whole.txt $(DEMO)-stages/text.txt
+	@echo "the whole target's text is the same, to the byte"
 
 test: $(VENV)/.installed-dev
 	scripts/test
@@ -48,9 +60,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/bin/python
 	$(PIP) -e '.[export,cpu]'
 	touch $@
 
+$(VENV)/.installed-ray: pyproject.toml constraints.txt $(VENV)/bin/python
+	$(PIP) -e '.[export,cpu,ray]'
+	touch $@ $(VENV)/.installed
+
 $(VENV)/.installed-dev: pyproject.toml constraints.txt $(VENV)/bin/python
 	$(PIP) -e '.[export,cpu,openvino,serve,ray,dev,docs,rtx,quantize]'
-	touch $@ $(VENV)/.installed $(VENV)/.installed-docs
+	touch $@ $(VENV)/.installed $(VENV)/.installed-ray $(VENV)/.installed-docs
 
 $(VENV)/.installed-docs: pyproject.toml constraints.txt $(VENV)/bin/python
 	$(PIP) -e '.[docs]'

@@ -95,24 +95,25 @@ class StageHost:
         self._logits = host.zeros((1,), "float32", "no logits")
         self._launches: LRUCache[tuple[int, ...], Launch] = LRUCache(MAX_BOUND)
 
-    def run(self, ids: Int64s, positions: Int64s, window: int, first: int, commits: Arrays, taken: Arrays) -> Arrays:
+    def run(self, inputs: tuple[Int64s, Int64s, int, int, Arrays], taken: Arrays) -> Arrays:
         """Run a pass, and return what the stage gives.
 
         Args:
-            ids, positions, window, first, commits: as in `Pass`.
+            inputs: ids, positions, window, first slot and commits as in `Pass`.
             taken: what the stage before gave.
         """
+        ids, positions, window, first, commits = inputs
         count, rows = ids.shape
-        inputs = self._ids.part(0, count, rows), self._starts.part(0, count), *(each.part(0, count) for each in self._commits)
-        for buffer, array in zip(inputs, (ids, positions, *commits), strict=True):
+        read = self._ids.part(0, count, rows), self._starts.part(0, count), *(each.part(0, count) for each in self._commits)
+        for buffer, array in zip(read, (ids, positions, *commits), strict=True):
             buffer.view()[...] = array
         for view, array in zip(passed(self._stage.takes, self._boundary, count, rows), taken, strict=True):
             view[...] = array
         key = count, rows, window, first
         if (launch := self._launches.get(key)) is None:
             logits = self._logits.part(0, count, 0, self._session.vocab_rows)
-            pending = (inputs[2], inputs[3]) if commits else None
-            bound = Pass(inputs[0], inputs[1], logits, window, first, commits=pending, boundary=self._boundary)
+            pending = (read[2], read[3]) if commits else None
+            bound = Pass(read[0], read[1], logits, window, first, commits=pending, boundary=self._boundary)
             launch = self._launches[key] = self._session.bind(bound)
         launch()
         return passed(self._stage.gives, self._boundary, count, rows)
@@ -148,10 +149,10 @@ class Chain:
             result = getattr(self._actors[index], method).remote(*arguments)
             self._calls.append(Call(self._names[index], result, method == "run"))
 
-    def run(self, index: int, *inputs: Any) -> None:
+    def run(self, index: int, inputs: Any) -> None:
         """Call `StageHost.run` of an actor, with what the one before gave in the last call."""
         if self._failure is None:
-            self.submit(index, "run", *inputs, self._calls[-1].result if index else ())
+            self.submit(index, "run", inputs, self._calls[-1].result if index else ())
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for all calls, and return the result of the last one.
@@ -208,7 +209,7 @@ class RemoteStage(Session):
 
         def launch() -> None:
             assert buffers  # keeps their memory alive for as long as the launch
-            self._chain.run(self._index, *inputs)
+            self._chain.run(self._index, inputs)
             if given:
                 for view, array in zip(given, self._chain.wait(), strict=True):
                     view[...] = array
@@ -251,30 +252,36 @@ class RemoteStage(Session):
 class RayStages:
     """Opens all stages of a target but the last in actors, in the cluster at `RAY_ADDRESS` or in a new one on this machine."""
 
-    def __init__(self, device: str | None = None, opening: float = OPENING, passing: float = PASSING):
-        """Open them on a device, see `open_engines`; the others are limits in seconds."""
-        self._device, self._opening, self._passing = device, opening, passing
+    def __init__(self, cores: int = 1, device: str | None = None, passing: float = PASSING):
+        """Open stages.
+
+        Args:
+            cores: of each stage.
+            device: see `open_engines`.
+            passing: the most seconds of a pass.
+        """
+        self._cores, self._device, self._passing = cores, device, passing
 
     def __call__(self, engines: Engines, sizes: Sequence[Sizes]) -> list[Session]:
         """Return a target's stages but the last; see `Engines.elsewhere`."""
         if not engines.device.synchronous:
             raise UsageError(
-                f"stages in several processes run on CPUs only, not on {engines.device.name}", "use --device cpu, or no --ray"
+                f"stages in several processes run on CPUs only, not on {engines.device.name}", "use --device cpu, or leave --stage-cores out"
             )
-        connect(len(sizes))
-        options = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
+        connect(len(sizes) * self._cores)
+        options = {"num_cpus": self._cores, "scheduling_strategy": "SPREAD"}
         spans = [each.stage.layers for each in sizes if each.stage is not None]
         names = [f"stage {number} (layers {first}-{last})" for number, (first, last) in enumerate(spans, 1)]
         chain = Chain({name: ray.remote(**options)(StageHost).remote() for name in names}, self._passing)
         sealed, batch = seal(engines.manifest), sizes[0].batch
         for index in range(len(sizes)):
             chain.submit(index, "open", engines.folder, sealed, outrider.__version__, index, batch, self._device)
-        chain.wait(self._opening)
+        chain.wait(OPENING)
         return [RemoteStage(chain, index, index + 1 == len(sizes), each) for index, each in enumerate(sizes)]
 
 
-def connect(actors: int) -> None:
-    """Connect to the cluster at `RAY_ADDRESS`, or start one on this machine, unless this process is part of one.
+def connect(cores: int) -> None:
+    """Connect to the cluster at `RAY_ADDRESS`, unless this process is part of one, or start one with so many cores here.
 
     Raises:
         EngineError: the cluster cannot be reached.
@@ -282,7 +289,6 @@ def connect(actors: int) -> None:
     if ray.is_initialized():
         return
     local = os.environ.get("RAY_ADDRESS", "") in ("", "local")
-    cores = max(actors, os.cpu_count() or 1)
     started = {"address": "local", "num_cpus": cores, "include_dashboard": False} if local else {}
     try:
         ray.init(**started, log_to_driver=False, logging_level="error")

@@ -20,6 +20,7 @@ from outrider.commands.options import (
     k,
     memory_file,
     model,
+    stage_cores,
 )
 from outrider.commands.output import console, print_pieces, progress_bar, standard_error_discarded
 from outrider.errors import UsageError
@@ -138,6 +139,7 @@ def _structured(_: click.Context, __: click.Parameter, text: str | None) -> Stru
     help="How draft tokens are accepted.  [default: exact-match with --seed, else rejection]",
 )
 @number("logprobs", OUTPUT, "With --json: the logprob of each token, and of this many most likely tokens.")
+@stage_cores
 @device
 @click.option(
     "--show",
@@ -163,6 +165,7 @@ def command(
     k: int | str,
     drafter: str | None,
     memory_file: Path | None,
+    stage_cores: int | None,
     device: str | None,
     show: bool,
     as_json: bool,
@@ -190,7 +193,13 @@ def command(
     with progress_bar() as progress:
         memory = None if memory_file is None else Memory(file=memory_file)
         loaded = Outrider.load(
-            made.bundle, progress, device=device, chat_template=chat_template, memory=memory, checked=made.checked
+            made.bundle,
+            progress,
+            device=device,
+            chat_template=chat_template,
+            memory=memory,
+            checked=made.checked,
+            stage_cores=stage_cores,
         )
     with standard_error_discarded():
         events = loaded.generate(text, sampling, k=k, drafter=drafter, chat=chat, allow_special_tokens=allow_special_tokens)

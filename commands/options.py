@@ -201,6 +201,12 @@ memory_file = click.option(
     metavar="FILE",
     help="Draft from the earlier requests in this file, if it exists, and add what is answered. Only this user can read it.",
 )
+stage_cores = click.option(
+    "--stage-cores",
+    type=click.IntRange(min=1),
+    help="Run each stage of the target but the last in a process of its own, with so many cores, in the Ray cluster at"
+    " $RAY_ADDRESS or in a local one.  [default: run all stages in one process]",
+)
 device = click.option(
     "--device",
     type=Registered(registry.devices),

@@ -92,7 +92,7 @@ class LoadedBundle:
         chat_template: str | None = None,
         memory: Memory | None = None,
         checked: Path | None = None,
-        ray: bool = False,
+        stage_cores: int | None = None,
     ) -> Self:
         """Check every file of a bundle and load its engines.
 
@@ -103,8 +103,8 @@ class LoadedBundle:
             memory: of earlier requests, to draft from; it takes in the finished ones. None remembers nothing.
             checked: a file that keeps how the bundle was when its digests were right; those of its weights are not computed
                 again while it is the same. Whoever can write this file can pass off other weights.
-            ray: run the target's stages but the last in other processes, in the Ray cluster at `RAY_ADDRESS` or in a new one
-                on this machine.
+            stage_cores: run the target's stages but the last in other processes, each with so many cores, in the Ray cluster
+                at `RAY_ADDRESS` or in a new one on this machine. None runs all of them in this process.
 
         Raises:
             FolderError: the bundle is missing, damaged, has a newer schema, or was replaced while it was loaded.
@@ -122,8 +122,8 @@ class LoadedBundle:
             with checking(folder, manifest, progress, checked):
                 text = Text.load(folder, manifest, chat_template)
                 engines = open_engines(folder, manifest, build, device)
-                if ray:
-                    engines.elsewhere = _in_ray(build, device)
+                if stage_cores is not None:
+                    engines.elsewhere = _in_ray(build, stage_cores, device)
                 loaded = cls(engines, text, slots, memory=memory)
             loaded.engines.prepare(loaded.sessions, progress)
             return loaded
@@ -246,11 +246,11 @@ class LoadedBundle:
         return self.rounds.seconds + sum(session.seconds for session in self.sessions.values())
 
 
-def _in_ray(build: Build, device: str | None) -> Elsewhere:
+def _in_ray(build: Build, cores: int, device: str | None) -> Elsewhere:
     if not build.stages:
-        raise UsageError("this bundle's target is in one piece", "build it with --stages 2, or load it without Ray")
+        raise UsageError("this bundle's target is in one piece", "build it with --stages 2, or leave --stage-cores out")
     try:
         from outrider.backends.remote_stages import RayStages
     except ImportError as error:
         raise EngineError(f"Ray cannot be imported: {error}", "pip install 'outrider[ray]'") from error
-    return RayStages(device)
+    return RayStages(cores, device)

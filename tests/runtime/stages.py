@@ -29,11 +29,11 @@ SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7)
 GRAMMARS = (StructuredOutputs(json_object=True), StructuredOutputs(choice=[" yes, of course I can do that", " not at all"]))
 
 
-def loaded(export: Path, folder: Path, stages: str | None, ray: bool = False, **options: Any) -> Outrider:
+def loaded(export: Path, folder: Path, stages: str | None, **options: Any) -> Outrider:
     """A bundle with all of its slots."""
     sizes = {"k": [*K], "capacity": CAPACITY, "batch": SLOTS, "max_prompt_chunk": CHUNK}
     build(export, folder, stages=stages, **sizes, **options)
-    return Outrider.load(folder, slots=None, ray=ray)
+    return Outrider.load(folder, slots=None)
 
 
 def alone(outrider: Outrider, k: int | str, drafter: str | None, limit: int) -> list[list[int]]:

@@ -101,7 +101,7 @@ def engines(bundle: Path, passing: float = 60) -> Engines:
 def test_texts_over_nodes_are_those_of_the_whole(bundles: Made[Bundles], name: str) -> None:
     """Greedy and sampled, free and under grammars, alone and together, with every drafter of the bundle."""
     whole = Outrider.load(bundles[name].whole, slots=None)
-    with closing(Outrider.load(bundles[name].staged, slots=None, ray=True)) as staged:
+    with closing(Outrider.load(bundles[name].staged, slots=None, stage_cores=1)) as staged:
         assert len(hosts()) == int(STAGES[name]) - 1
         want = alone(whole, 0, None, 8)
         assert alone(staged, 0, None, 8) == want
@@ -124,7 +124,7 @@ def test_nodes_compute_the_same_bits(bundles: Made[Bundles], name: str) -> None:
 def test_a_server_whose_stage_dies_says_so(bundles: Made[Bundles]) -> None:
     """Requests get an error, and then the engines count as broken, so that whoever runs the server restarts it."""
     bundle = bundles["pair"].staged
-    engine = EngineThread(bundle, lambda: Scheduler(Outrider.load(bundle, slots=None, ray=True)), Metrics(), timeout=60)
+    engine = EngineThread(bundle, lambda: Scheduler(Outrider.load(bundle, slots=None, stage_cores=1)), Metrics(), timeout=60)
     engine.start()
     assert engine.loaded.wait(120)
 
@@ -199,7 +199,7 @@ def test_another_bundle_or_release_is_refused(
 def test_stages_on_another_device_and_targets_in_one_piece_are_refused(bundles: Made[Bundles]) -> None:
     whole, staged = bundles["pair"]
     with pytest.raises(UsageError, match="in one piece"):
-        Outrider.load(whole, ray=True)
+        Outrider.load(whole, stage_cores=1)
     deferred = DeferredEngines(staged, *open_bundle(staged))
     deferred.elsewhere = RayStages()
     with pytest.raises(UsageError, match="on CPUs only"):
