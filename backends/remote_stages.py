@@ -266,7 +266,8 @@ class RayStages:
         """Return a target's stages but the last; see `Engines.elsewhere`."""
         if not engines.device.synchronous:
             raise UsageError(
-                f"stages in several processes run on CPUs only, not on {engines.device.name}", "use --device cpu, or leave --stage-cores out"
+                f"stages in several processes run on CPUs only, not on {engines.device.name}",
+                "use --device cpu, or leave --stage-cores out",
             )
         connect(len(sizes) * self._cores)
         options = {"num_cpus": self._cores, "scheduling_strategy": "SPREAD"}

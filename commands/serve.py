@@ -8,7 +8,17 @@ from pathlib import Path
 
 import click
 
-from outrider.commands.options import NO_TEMPLATE, bundle_of, chat_template, device, drafter, memory_file, model, number_or_auto
+from outrider.commands.options import (
+    NO_TEMPLATE,
+    bundle_of,
+    chat_template,
+    device,
+    drafter,
+    memory_file,
+    model,
+    number_or_auto,
+    stage_cores,
+)
 from outrider.errors import UsageError
 from outrider.prepare.wanted import Wanted
 from outrider.serve.network.access import KEYS, allowed_hosts, read_keys
@@ -80,8 +90,11 @@ def minimum_and_maximum(_: click.Context, __: click.Parameter, text: str) -> tup
     help="With --ray: number of replicas, or MIN:MAX to scale with the load.",
 )
 @click.option(
-    "--cpus", type=click.IntRange(min=1), help="With --ray: cores per replica.  [default: as many as fit; 1 with a GPU]"
+    "--cpus",
+    type=click.IntRange(min=1),
+    help="With --ray: cores per replica.  [default: as many as fit; 1 with a GPU or --stage-cores]",
 )
+@stage_cores
 @device
 def command(
     wanted: Wanted,
@@ -107,6 +120,7 @@ def command(
     ray: bool,
     replicas: tuple[int, int],
     cpus: int | None,
+    stage_cores: int | None,
     device: str | None,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API.
@@ -145,6 +159,7 @@ def command(
     settings = Settings(
         bundle=bundle.resolve(),
         device=device,
+        stage_cores=stage_cores,
         k=k,
         drafter=drafter,
         max_waiting=max_waiting,
@@ -170,5 +185,5 @@ def command(
         server.run()
         return
     on_gpu = (device or build.device) != "cpu"
-    cpus = cpus or (1 if on_gpu else None)
+    cpus = cpus or (1 if on_gpu or stage_cores else None)
     cluster.run(settings, cluster.Scale(replicas, build.batch, cpus, int(on_gpu)), host, port, drain)

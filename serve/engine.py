@@ -72,9 +72,9 @@ class EngineThread:
         """Return a thread that serves the bundle of these settings."""
 
         def load() -> Scheduler:
-            device, template, share = settings.device, settings.chat_template, settings.share_prefixes
-            outrider = LoadedBundle.load(settings.bundle, device=device, slots=None, chat_template=template, memory=memory)
-            waiting, k, drafter = settings.max_waiting, settings.k, settings.drafter
+            options: dict[str, Any] = {"chat_template": settings.chat_template, "stage_cores": settings.stage_cores}
+            outrider = LoadedBundle.load(settings.bundle, device=settings.device, slots=None, memory=memory, **options)
+            waiting, k, drafter, share = settings.max_waiting, settings.k, settings.drafter, settings.share_prefixes
             return Scheduler(outrider, max_waiting=waiting, k=k, drafter=drafter, share_prefixes=share)
 
         return cls(settings.bundle, load, Metrics(), settings.timeout)

@@ -20,6 +20,7 @@ class Settings:
 
     bundle: Path
     device: str | None = None  # one of the backend's devices; None is the one that the bundle was built for
+    stage_cores: int | None = None  # of each stage of the target but the last; None runs all stages in one process
     k: int | str = "auto"  # draft tokens per round
     drafter: str | None = None
     max_waiting: int = 64  # requests that wait for a slot

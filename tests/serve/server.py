@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -45,6 +46,13 @@ def chat_bundle(export: Path, output: Path, batch: int = 4, capacity: int = 511)
             reseal(partial)
             partial.rename(made)
     return Path(shutil.copytree(made, output))
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 def fetch(url: str, body: bytes | None = None, **headers: str) -> tuple[int, Message, bytes]:

@@ -26,7 +26,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from outrider import Outrider, SamplingParams
-from outrider.tests.serve.server import fetch
+from outrider.tests.serve.server import fetch, free_port
 from outrider.tests.support import COMMAND, run
 
 pytestmark = pytest.mark.slow  # tests/serve/test_ingress.py has what the ingress and the router decide, in process
@@ -35,13 +35,6 @@ TOKENS = 80
 # On a busy machine, proxies take longer than Ray waits for them.
 SHORT = "from ray.serve._private import api; api.HTTP_PROXY_TIMEOUT = 0.1"
 BUSY = [sys.executable, "-c", f"{SHORT}; from outrider.cli import main; main()"]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 class Served:
