@@ -42,6 +42,7 @@ from outrider.errors import EngineError, OutriderError, UsageError, reason_of
 OPENING = 600.0  # seconds for actors to find a place and to load their stages
 PASSING = 120.0  # seconds for a pass through all of them
 AGAIN = "open the bundle again; Ray's logs have more (/tmp/ray/session_latest/logs)"
+ROOM = "ray status shows whether a node has enough free cores; use fewer with --stage-cores"
 Arrays = Sequence[npt.NDArray[Any]]
 
 
@@ -154,8 +155,8 @@ class Chain:
         if self._failure is None:
             self.submit(index, "run", inputs, self._calls[-1].result if index else ())
 
-    def wait(self, timeout: float | None = None) -> Any:
-        """Wait for all calls, and return the result of the last one.
+    def wait(self, timeout: float | None = None, hint: str = AGAIN) -> Any:
+        """Wait for all calls, and return the result of the last one. `hint` is for a call that is not answered in time.
 
         Raises:
             EngineError: a call failed, now or earlier, or took too long.
@@ -166,13 +167,13 @@ class Chain:
             try:
                 return ray.get(wanted, timeout=timeout or self._timeout)[-1]
             except RayError:
-                self._failure = _reason(calls, timeout or self._timeout)
+                self._failure = _reason(calls, timeout or self._timeout, hint)
                 for actor in self._actors:
                     ray.kill(actor)
         raise EngineError(*self._failure)
 
 
-def _reason(calls: Sequence[Call], timeout: float) -> tuple[str, str]:
+def _reason(calls: Sequence[Call], timeout: float, hint: str) -> tuple[str, str]:
     """Return why calls failed: the error of the first that failed, or else that one was not answered."""
     waiting = []
     for call in calls:
@@ -186,7 +187,7 @@ def _reason(calls: Sequence[Call], timeout: float) -> tuple[str, str]:
             if isinstance(cause, OutriderError):
                 return f"{call.stage}: {cause}", cause.hint
             return f"{call.stage} failed: {type(cause).__name__}: {reason_of(cause)}", AGAIN
-    return f"{waiting[0].stage} did not answer within {timeout:g} seconds", AGAIN
+    return f"{waiting[0].stage} did not answer within {timeout:g} seconds", hint
 
 
 class RemoteStage(Session):
@@ -277,7 +278,7 @@ class RayStages:
         sealed, batch = seal(engines.manifest), sizes[0].batch
         for index in range(len(sizes)):
             chain.submit(index, "open", engines.folder, sealed, outrider.__version__, index, batch, self._device)
-        chain.wait(OPENING)
+        chain.wait(OPENING, ROOM)
         return [RemoteStage(chain, index, index + 1 == len(sizes), each) for index, each in enumerate(sizes)]
 
 

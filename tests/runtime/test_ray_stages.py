@@ -19,6 +19,7 @@ from ray.cluster_utils import Cluster
 
 import outrider
 from outrider import Outrider, SamplingParams
+from outrider.backends import remote_stages
 from outrider.backends.base import Engines
 from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.remote_stages import RayStages
@@ -35,7 +36,7 @@ from outrider.tests.support import ROOT, Made, build
 
 pytestmark = pytest.mark.slow
 HYBRID = str(ROOT / "examples" / "tiny-hybrid" / "target")
-STAGES = {"pair": "3", "head": "2", "hybrid": "3"}
+STAGES = {"pair": "3", "head": "2", "hybrid": "3", "openvino": "3"}
 INLINE = 1000  # bytes of a result that travels with calls: with passes of few rows, but not with those of many
 
 
@@ -75,12 +76,13 @@ def bundles(
     def export(name: str) -> Path:
         if name == "hybrid":
             return once("hybrid-fp32", lambda output: export_pair(HYBRID, None, output, precision="fp32"))
-        return shipped_export if name == "pair" else drafter_exports("fp32", "trained head")
+        return drafter_exports("fp32", "trained head") if name == "head" else shipped_export
 
     def make(name: str) -> Bundles:
+        backend = "openvino" if name == "openvino" else "onnxruntime"
         source, made = export(name), Bundles(folder / f"{name} whole", folder / f"{name} staged")
         for path, stages in zip(made, (None, STAGES[name]), strict=True):
-            loaded(source, path, stages).close()
+            loaded(source, path, stages, backend=backend).close()
         return made
 
     return Made(make)
@@ -97,7 +99,7 @@ def engines(bundle: Path, passing: float = 60) -> Engines:
     return opened
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", ["pair", "head", "hybrid"])
 def test_texts_over_nodes_are_those_of_the_whole(bundles: Made[Bundles], name: str) -> None:
     """Greedy and sampled, free and under grammars, alone and together, with every drafter of the bundle."""
     whole = Outrider.load(bundles[name].whole, slots=None)
@@ -111,7 +113,7 @@ def test_texts_over_nodes_are_those_of_the_whole(bundles: Made[Bundles], name: s
         assert together(staged, "auto") == together(whole, 0)
 
 
-@pytest.mark.parametrize("name", ["pair", "hybrid"])
+@pytest.mark.parametrize("name", ["pair", "hybrid", "openvino"])
 def test_nodes_compute_the_same_bits(bundles: Made[Bundles], name: str) -> None:
     """In every pass, and in the caches, also after copies and snapshots."""
     whole, staged = (open_engines(each, *open_bundle(each)) for each in bundles[name])
@@ -165,6 +167,17 @@ def test_a_stage_that_hangs_is_not_waited_for_longer_than_the_limit(bundles: Mad
     with pytest.raises(EngineError, match="stage 1"):  # caches may differ, so no later pass runs
         session.run(ids, start)
     assert time.monotonic() - began < 1
+
+
+def test_a_cluster_without_room_is_not_waited_for_longer_than_the_limit(
+    bundles: Made[Bundles], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_stages, "OPENING", 1)
+    opened = engines(bundles["pair"].staged)
+    opened.elsewhere = RayStages(cores=2)  # a node has one
+    with pytest.raises(EngineError, match=r"stage 1 .* did not answer within 1 seconds") as caught:
+        opened.session("target", 1)
+    assert "free cores" in caught.value.hint
 
 
 def test_an_error_of_a_call_without_a_result_appears_in_the_next_pass(bundles: Made[Bundles]) -> None:
