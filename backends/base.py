@@ -34,9 +34,6 @@ from outrider.engines.staged_session import StagedSession, check_stages
 from outrider.errors import EngineError, FolderError
 from outrider.progress import Progress
 
-Elsewhere = Callable[["Engines", Sequence[Sizes]], Sequence[Session]]
-"""Opens the stages of a target with these sizes, all but the last, in other processes."""
-
 
 class Engines(ABC):
     """A bundle's engines on a device.
@@ -50,7 +47,8 @@ class Engines(ABC):
         self.manifest = manifest
         self.build = build
         self.device = device
-        self.elsewhere: Elsewhere | None = None
+        # Opens the stages of a target with these sizes, all but the last, in other processes.
+        self.elsewhere: Callable[[Engines, Sequence[Sizes]], Sequence[Session]] | None = None
 
     @abstractmethod
     def model(self, role: str, sizes: Sizes) -> Session:

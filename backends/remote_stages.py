@@ -43,7 +43,7 @@ OPENING = 600.0  # seconds for actors to find a place and to load their stages
 PASSING = 120.0  # seconds for a pass through all of them
 AGAIN = "open the bundle again; Ray's logs have more (/tmp/ray/session_latest/logs)"
 ROOM = "ray status shows whether a node has enough free cores; use fewer with --stage-cores"
-Arrays = Sequence[npt.NDArray[Any]]
+PassedOn = Sequence[npt.NDArray[Any]]
 
 
 def seal(manifest: Manifest) -> str:
@@ -96,7 +96,7 @@ class StageHost:
         self._logits = host.zeros((1,), "float32", "no logits")
         self._launches: LRUCache[tuple[int, ...], Launch] = LRUCache(MAX_BOUND)
 
-    def run(self, inputs: tuple[Int64s, Int64s, int, int, Arrays], taken: Arrays) -> Arrays:
+    def run(self, inputs: tuple[Int64s, Int64s, int, int, PassedOn], taken: PassedOn) -> PassedOn:
         """Run a pass, and return what the stage gives.
 
         Args:

@@ -10,10 +10,9 @@ from numbers import Integral
 from pathlib import Path
 from typing import Self
 
-from outrider.backends.base import Elsewhere, Engines
+from outrider.backends.base import Engines
 from outrider.backends.open import open_engines, read_bundle
 from outrider.bundle.integrity import checking, unchanged
-from outrider.bundle.manifest import Build
 from outrider.engines.device import Engine
 from outrider.engines.session import Session
 from outrider.errors import EngineError, UsageError
@@ -123,7 +122,7 @@ class LoadedBundle:
                 text = Text.load(folder, manifest, chat_template)
                 engines = open_engines(folder, manifest, build, device)
                 if stage_cores is not None:
-                    engines.elsewhere = _in_ray(build, stage_cores, device)
+                    _use_ray(engines, stage_cores, device)
                 loaded = cls(engines, text, slots, memory=memory)
             loaded.engines.prepare(loaded.sessions, progress)
             return loaded
@@ -246,11 +245,11 @@ class LoadedBundle:
         return self.rounds.seconds + sum(session.seconds for session in self.sessions.values())
 
 
-def _in_ray(build: Build, cores: int, device: str | None) -> Elsewhere:
-    if not build.stages:
+def _use_ray(engines: Engines, cores: int, device: str | None) -> None:
+    if not engines.build.stages:
         raise UsageError("this bundle's target is in one piece", "build it with --stages 2, or leave --stage-cores out")
     try:
         from outrider.backends.remote_stages import RayStages
     except ImportError as error:
         raise EngineError(f"Ray cannot be imported: {error}", "pip install 'outrider[ray]'") from error
-    return RayStages(cores, device)
+    engines.elsewhere = RayStages(cores, device)
