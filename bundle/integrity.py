@@ -169,7 +169,7 @@ def check_some(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
         FolderError: see `check_files`.
     """
     for name in names:
-        _check_file(folder, name, manifest.files[name], SILENT)
+        check_file(folder, name, manifest.files[name], SILENT)
 
 
 def _content(path: Path) -> bytes | None:
