@@ -56,8 +56,7 @@ class Engines(ABC):
         on a CPU.
 
         Raises:
-            EngineError: the backend refuses the model, the model does not match the manifest, or the device has no memory for
-                the cache.
+            EngineError: the backend refuses the model, it does not match the manifest, or there is no memory for the cache.
         """
 
     def session(self, role: str, batch: int) -> Session:
@@ -65,10 +64,11 @@ class Engines(ABC):
         whole = self.sizes(role, batch)
         if not (stages := self.build.stages_of(role)):
             return self.model(role, whole)
-        check_stages(self.device, stages, self.manifest.models[role].precision, whole)
         sizes = [whole.of(stage) for stage in stages]
-        first = self.elsewhere(self, sizes[:-1]) if self.elsewhere else []
-        return StagedSession([*first, *(self.model(role, each) for each in sizes[len(first) :])], sizes, whole)
+        if self.elsewhere:
+            return StagedSession([*self.elsewhere(self, sizes[:-1]), self.model(role, sizes[-1])], sizes, whole)
+        check_stages(self.device, stages, self.manifest.models[role].precision, whole)
+        return StagedSession([self.model(role, each) for each in sizes], sizes, whole)
 
     def sessions(self, batch: int) -> dict[str, Session]:
         """Return a session for every model, by role. On a CPU they load in parallel, because kernels use one thread to reorder
@@ -79,9 +79,8 @@ class Engines(ABC):
                 loaded = dict(zip(roles, pool.map(lambda role: self.session(role, batch), roles), strict=True))
         else:
             loaded = {role: self.session(role, batch) for role in roles}
-        for session in loaded.values():
-            if session.reads_features:
-                session.share_features(loaded["target"])
+        for session in [each for each in loaded.values() if each.reads_features]:
+            session.share_features(loaded["target"])
         return loaded
 
     @abstractmethod
@@ -293,10 +292,8 @@ def check_costs(manifest: Manifest, build: Build) -> None:
     for name in manifest.engines:
         measured = {(cost.window, cost.rows) for cost in build.costs.get(name, []) if cost.batch == 1}
         rows = required_rows(name, build)
-        if name in ROLES:
-            required = {(window, each) for window in build.windows for each in rows if each <= window}
-        else:
-            required = {(0, each) for each in rows}
+        windows = build.windows if name in ROLES else [0]
+        required = {(window, each) for window in windows for each in rows if each <= window or name not in ROLES}
         if not required <= measured:
             raise damaged(f"costs of the {name} are missing - at `$.build.costs`")
 
