@@ -23,6 +23,7 @@ from outrider.backends import remote_stages
 from outrider.backends.base import Engines
 from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.remote_stages import RayStages
+from outrider.engines.device import Cpu
 from outrider.engines.staged_session import StagedSession
 from outrider.errors import EngineError, OutriderError, UsageError
 from outrider.export.pair import export_pair
@@ -178,6 +179,16 @@ def test_a_cluster_without_room_is_not_waited_for_longer_than_the_limit(
     with pytest.raises(EngineError, match=r"stage 1 .* did not answer within 1 seconds") as caught:
         opened.session("target", 1)
     assert "free cores" in caught.value.hint
+
+
+def test_this_process_needs_room_for_the_last_stage_only(bundles: Made[Bundles], monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = bundles["pair"].staged
+    here = open_engines(staged, *open_bundle(staged))
+    half = sum(each.nbytes for each in here.session("target", 1).cache().values()) // 2
+    monkeypatch.setattr(Cpu, "memory", lambda _: (half, half))
+    with pytest.raises(EngineError, match="no memory"):
+        here.session("target", 1)
+    engines(staged).session("target", 1)
 
 
 def test_an_error_of_a_call_without_a_result_appears_in_the_next_pass(bundles: Made[Bundles]) -> None:
