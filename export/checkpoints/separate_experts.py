@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
@@ -24,7 +25,9 @@ def joining(model: PreTrainedModel, names: Iterable[str], converters: Iterable[W
     Raises:
         UnsupportedModelError: the model has its experts in another order.
     """
-    experts = [each for each in model.modules() if hasattr(each, JOINED) and getattr(each, JOINED).dim() == 3]
+    # Phi-3's and GLM's dense layers have a product of this name.
+    joined = [(each, getattr(each, JOINED, None)) for each in model.modules()]
+    experts = [each for each, weight in joined if isinstance(weight, torch.Tensor) and weight.dim() == 3]
     separate = next(filter(SEPARATE.search, names), None)
     if separate is None or not experts or any("experts.*." in each for own in converters for each in own.source_patterns):
         return []

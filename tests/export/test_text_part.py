@@ -76,3 +76,12 @@ def test_it_is_exported_and_says_so(name: str, tmp_path: Path) -> None:
     target = read_manifest(tmp_path / "export").models["target"]
     assert target.parity.max_abs_diff <= target.parity.tolerance
     assert target.parity.argmax_agreement == 1
+
+
+def test_dense_layers_whose_product_has_the_name_of_joined_experts_are_read(tmp_path: Path) -> None:
+    """Phi-3 and GLM-4 join gate and up in each layer."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+    model = hf.Phi3ForCausalLM(hf.Phi3Config(**sizes, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    model.save_pretrained(tmp_path)
+    read = load_model(Source.parse(str(tmp_path)), "fp32")
+    torch.testing.assert_close(read.state_dict(), model.state_dict())
