@@ -29,7 +29,7 @@ from ray.exceptions import RayError, RayTaskError
 import outrider
 from outrider.backends.base import Engines
 from outrider.backends.open import open_engines, read_bundle
-from outrider.bundle.integrity import check_some, unchanged
+from outrider.bundle.integrity import check_file, unchanged
 from outrider.bundle.manifest import WEIGHTS, Manifest, step_file
 from outrider.engines.arrays import Floats, Int64s
 from outrider.engines.contract import BATCH_DIM, ROWS_DIM, Tensor, sized
@@ -38,6 +38,7 @@ from outrider.engines.session import MAX_BOUND, Pass, Session
 from outrider.engines.sizes import Sizes
 from outrider.engines.staged_session import FEWEST, boundary_buffers
 from outrider.errors import EngineError, OutriderError, UsageError, reason_of
+from outrider.progress import SILENT
 
 OPENING = 600.0  # seconds for actors to find a place and to load their stages
 PASSING = 120.0  # seconds for a pass through all of them
@@ -84,7 +85,8 @@ class StageHost:
             if seal(manifest) != sealed:
                 raise EngineError(f"its machine has another bundle at {folder}", "copy the same bundle to every machine")
             files = [step_file("target", each) for each in build.stages[: index + 1]]  # a stage may use weights of earlier ones
-            check_some(place, manifest, [files[-1], *(file + WEIGHTS for file in files)])
+            for name in (files[-1], *(file + WEIGHTS for file in files)):
+                check_file(place, name, manifest.files[name], SILENT)
             engines = open_engines(place, manifest, build, device)
             sizes = engines.sizes("target", batch).of(build.stages[index])
             self._session = engines.model("target", sizes)

@@ -162,16 +162,6 @@ def checking(folder: Path, manifest: Manifest, progress: Progress = SILENT, chec
             write_whole(checked, statuses)
 
 
-def check_some(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Check that a folder has these files, each with its digest; others may be missing.
-
-    Raises:
-        FolderError: see `check_files`.
-    """
-    for name in names:
-        check_file(folder, name, manifest.files[name], SILENT)
-
-
 def _content(path: Path) -> bytes | None:
     """Return what a file has, or nothing if it cannot be read."""
     try:

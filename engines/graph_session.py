@@ -23,7 +23,6 @@ from outrider.engines.contract import (
     PENDING,
     POSITIONS,
     ROWS_DIM,
-    WINDOW_DIM,
     sized,
 )
 from outrider.engines.device import Buffer, Device, Engine, Launch, in_sequence
@@ -114,7 +113,7 @@ class GraphSession(Session):
         count, rows = buffers.input_ids.shape
         if self._block_state is not None:
             tensors[BLOCK_STATE] = self.block_state(count, rows)
-        names = {BATCH_DIM: count, ROWS_DIM: rows, WINDOW_DIM: buffers.window}
+        names = {BATCH_DIM: count, ROWS_DIM: rows}
         tensors |= {each.name: buffers.boundary[each.name].part(0, *sized(each.shape, names)) for each in self._boundary}
         copies: list[Launch] = []
         for tensor in self._tensors:  # past and present are the same memory, or the engine would copy the cache

@@ -9,7 +9,7 @@ from typing import Any
 import numpy.typing as npt
 
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import BATCH_DIM, ROWS_DIM, WINDOW_DIM, Stage, Tensor, sized
+from outrider.engines.contract import BATCH_DIM, ROWS_DIM, Stage, Tensor, sized
 from outrider.engines.device import Buffer, Device, Launch, in_sequence
 from outrider.engines.precisions import PRECISIONS
 from outrider.engines.session import Pass, Session
@@ -20,7 +20,7 @@ FEWEST = 2  # rows that some sessions run in place of one: of a pass, and of a s
 
 def boundary_layout(tensors: Iterable[Tensor], sizes: Sizes) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return the shape and type of what stages give each other, by name, in the largest pass of a session."""
-    most = {BATCH_DIM: sizes.batch, ROWS_DIM: max(sizes.max_rows, FEWEST), WINDOW_DIM: sizes.capacity}
+    most = {BATCH_DIM: sizes.batch, ROWS_DIM: max(sizes.max_rows, FEWEST)}
     return {each.name: (sized(each.shape, most), each.dtype) for each in tensors}
 
 
