@@ -285,7 +285,7 @@ class RayStages:
 
 
 def connect(cores: int) -> None:
-    """Connect to the cluster at `RAY_ADDRESS`, unless this process is part of one, or start one with so many cores here.
+    """Connect to the cluster at `RAY_ADDRESS`, unless this process is part of one, or start one here with `cores` cores.
 
     Raises:
         EngineError: the cluster cannot be reached.

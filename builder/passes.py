@@ -23,8 +23,8 @@ from outrider.progress import Progress
 from outrider.runtime.loaded import LoadedBundle
 
 TIMED_RUNS = 7
-# If other passes are fitted: milliseconds after which a pass is not run again, and in one run takes so long that preparing for
-# its shape does not count; and the fewest runs of those that matter most.
+# If other passes are fitted: once the runs of a pass have taken ENOUGH milliseconds, it is not run again. A pass that takes as
+# long in one run needs no untimed run before it. Those that matter most have at least FEW_RUNS.
 ENOUGH, FEW_RUNS = 150.0, 3
 RECORDED = 8  # passes in one recording, so that the wait for its end counts little
 

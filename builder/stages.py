@@ -52,7 +52,7 @@ def ends_of(wanted: str, export: Path) -> list[int]:
 
 
 def balanced(sizes: Sequence[int], stages: int) -> list[int]:
-    """Return the ends of stages of which the largest is as small as possible.
+    """Return the ends of the stages that keep the largest stage as small as possible.
 
     Args:
         sizes: of the parts between places where the target may be cut, in bytes. The embedding is in the first, and the output

@@ -102,7 +102,7 @@ class LoadedBundle:
             memory: of earlier requests, to draft from; it takes in the finished ones. None remembers nothing.
             checked: a file that keeps how the bundle was when its digests were right; those of its weights are not computed
                 again while it is the same. Whoever can write this file can pass off other weights.
-            stage_cores: run the target's stages but the last in other processes, each with so many cores, in the Ray cluster
+            stage_cores: run the target's stages but the last in other processes, each with this many cores, in the Ray cluster
                 at `RAY_ADDRESS` or in a new one on this machine. None runs all of them in this process.
 
         Raises:

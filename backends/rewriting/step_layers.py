@@ -15,7 +15,7 @@ CacheGroup = tuple[bool, int]  # whether it is attention, and its index among th
 def layers_of(graph: ir.Graph, reads: Mapping[ir.Node, Iterable[ir.Value]]) -> dict[ir.Value, int]:
     """Return the layer that each cache belongs to, from 0 on: its input as well as its output.
 
-    A layer is after those that its caches depend on. Attention and a recurrence side by side are in one layer.
+    A layer comes after the layers that its caches depend on. Attention beside a recurrence counts as one layer.
 
     Args:
         graph: the graph of a step model.

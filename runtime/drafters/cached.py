@@ -21,7 +21,7 @@ class CachedDrafter(DeviceDrafter):
     """A drafter whose model has a KV cache. Entry i belongs to the confirmed token i + `shift` + a slot's offset.
 
     A slot whose model has read only the end of a text has an offset. Positions begin at the offset, too: a pass attends to all
-    entries before its position, so that the tokens left out must not have any. A longer window is therefore read anew.
+    entries before its position, and tokens that were left out have none. A longer window is therefore read anew.
     """
 
     role: ClassVar[str]  # of the model
@@ -120,7 +120,7 @@ class CachedDrafter(DeviceDrafter):
         return [Reading(current, pending), *others]
 
     def _before_context(self, entries: int) -> int:
-        """Return how many of a text's entries come before those that a round's first step writes."""
+        """Return how many of a text's entries precede the ones that a round's first step writes."""
         return entries - self._longest_context(entries, self._contexts)
 
     def missing(self, slot: int, tokens: list[int]) -> int:
