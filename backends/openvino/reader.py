@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import mmap
-import os
 import subprocess
 import sys
 import threading
@@ -22,8 +19,8 @@ from openvino.frontend.onnx import ConversionExtension
 from openvino.op import _PagedAttentionExtension
 from openvino.op.util import Variable, VariableInfo
 
+from outrider.backends.mapped import give_back, mapped
 from outrider.backends.openvino.names import ATTENTION, BLOCK_WEIGHTS, DOMAIN, EMBEDDING, PAGING
-from outrider.bundle.manifest import WEIGHTS
 from outrider.engines.contract import LOGITS
 from outrider.engines.precisions import DTYPES, PRECISIONS
 from outrider.engines.threads import thread_count
@@ -136,28 +133,6 @@ def shapes(compiled: Any) -> dict[str, object]:
             found[each.get_any_name()] = heads.get_length(), width.get_length()
     outputs = {name: each for each in compiled.outputs for name in each.names}
     return found | {name: (each.get_partial_shape()[2].get_length(),) for name, each in outputs.items() if name == LOGITS}
-
-
-def mapped(path: Path) -> set[tuple[int, int]]:
-    """Return the begin and end addresses of each part of a graph's weights that is mapped into this process."""
-    try:
-        maps = Path("/proc/self/maps").read_bytes()
-    except OSError:  # not Linux, or it may not be read
-        return set()
-    file, found = os.fsencode(path.with_name(path.name + WEIGHTS).resolve()), set()
-    for line in maps.split(b"\n"):
-        span, rights, *_, name = line.split(maxsplit=5) if line.endswith(file) else (b"", b"", b"")
-        if name == file and b"w" not in rights:  # written pages would be lost
-            first, last = (int(address, 16) for address in span.split(b"-"))
-            found.add((first, last))
-    return found
-
-
-def give_back(pieces: set[tuple[int, int]]) -> None:
-    """Release the pages at these addresses, which must still be mapped. They are read from the file again when needed."""
-    libc = ctypes.CDLL(None)
-    for first, last in pieces:
-        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ import pytest
 from onnx import numpy_helper
 
 from outrider.audit.audit import Scope, audit
+from outrider.backends.mapped import mapped
 from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.openvino import reader
 from outrider.backends.openvino.names import ATTENTION, BLOCK_WEIGHTS, EMBEDDING
@@ -36,7 +37,7 @@ from outrider.engines.arrays import Floats
 from outrider.errors import DeviceError, EngineError, UsageError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.backends.openvino_slots import PRECISIONS, SLOTS, rows, target
+from outrider.tests.backends.openvino_slots import PRECISIONS, SLOTS
 from outrider.tests.export.architectures import CONFIGS
 from outrider.tests.serve.server import fetch, serving_here
 from outrider.tests.support import reseal, run_here
@@ -99,23 +100,6 @@ def test_scales_are_those_of_the_export(trained_exports: Callable[[str], Path], 
 def numbers(tensors: list[onnx.TensorProto]) -> Floats:
     """All numbers in tensors, the smallest first."""
     return np.sort(np.concatenate([numpy_helper.to_array(each).reshape(-1) for each in tensors]))
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc; shows that weights are in memory once")
-def test_pages_of_weights_that_were_copied_are_given_back(trained_bundles: Callable[..., Path]) -> None:
-    bundle = trained_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
-    session = target(bundle)
-    weights = bundle / "target" / "model.onnx.data"
-    resident, mapped, inside = 0, 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split()[0]:
-            inside = line.endswith(str(weights.resolve()))
-            mapped += inside
-        elif inside and line.startswith("Rss:"):
-            resident += int(line.split()[1]) * 1024
-    assert mapped
-    assert resident < weights.stat().st_size / 10
-    assert np.isfinite(rows(session, 0, 4, np.array([0]))).all()
 
 
 def test_it_is_verified_against_onnx_runtime(bundle: Path, trained_exports: Callable[[str], Path]) -> None:
@@ -240,7 +224,7 @@ def test_only_what_is_still_mapped_is_given_back(
     path = tmp_path / "model.onnx"
     rewrite(load(trained_exports("fp16") / model_file("target")), path)
     given = list[bool]()
-    monkeypatch.setattr(reader, "give_back", lambda pieces: given.append(bool(pieces) and pieces <= reader.mapped(path)))
+    monkeypatch.setattr(reader, "give_back", lambda spans: given.append(bool(spans) and spans <= mapped(path)))
     with compiling(path, "cpu", "fp32"), compiling(path, "cpu", "fp32"):
         pass
     assert len(given) >= 2
