@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 @click.option(
     "--precision",
     type=click.Choice([*PRECISIONS, AS_IS]),
-    default="fp32",
-    show_default=True,
-    help=f"Precision of the weights; with {AS_IS}, the integers of a quantized checkpoint are kept.",
+    help=f"Precision of the weights; with {AS_IS}, the integers of a quantized checkpoint are kept.  [default: {AS_IS} if"
+    " that is as fast as int4, otherwise fp32]",
 )
 @click.option(
     "--head-precision",
@@ -77,7 +76,7 @@ def command(
     drafts: tuple[str, ...],
     lora: tuple[str, ...],
     output: Path,
-    precision: str,
+    precision: str | None,
     head_precision: str | None,
     method: str | None,
     calibration: Path | None,

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Required, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 from outrider.bundle.folder import check_absent
 from outrider.bundle.manifest import READS_FEATURES
 from outrider.errors import UsageError, text_of
+from outrider.export.as_is import UNQUANTIZED, default_precision
 from outrider.export.checkpoints.adapters import Adapter
 from outrider.export.checkpoints.source import MTP, NONE, Source
 from outrider.export.weights.rounding import AS_IS, BITS, Rounding
+from outrider.progress import Progress
 
 
 class ExportOptions(TypedDict, total=False):
     """How the models of a pair are exported."""
 
-    precision: Required[str]  # fp32, fp16, bf16, int8, int4, or as-is for what a quantized checkpoint stores
+    precision: str | None  # fp32, fp16, bf16, int8, int4, or as-is for what a quantized checkpoint stores; see `as_is.py`
     head_precision: str | None  # of the output head, for int8 and int4; with as-is, of what cannot be kept
     method: str | None  # how to round weights, rtn or auto-round, for int8 and int4
     calibration: Path | None  # a text file, for auto-round
@@ -35,6 +37,7 @@ class ExportArguments:
 
     output: Path
     precision: str  # one of `PRECISIONS`; int4 for as-is
+    asked: bool  # whether the precision was asked for; otherwise it is `default_precision` once the target is here
     head_precision: str | None
     target: Source
     drafts: list[Source]
@@ -57,7 +60,8 @@ class ExportArguments:
             FolderError: the output exists.
         """
         rounding, head_precision = _rounding(options), options.get("head_precision")
-        precision = options["precision"] if rounding is None else rounding.precision
+        asked = options.get("precision")
+        precision = rounding.precision if rounding else asked or UNQUANTIZED
         named = [draft for draft in drafts if draft != NONE]
         if NONE in drafts and len(drafts) > 1:
             raise UsageError(f"--draft {NONE} and another draft contradict each other", f"leave {NONE} out")
@@ -67,7 +71,18 @@ class ExportArguments:
         own_head = MTP in named if drafts else None
         lora, template = options.get("lora", ()), options.get("chat_template")
         adapters = tuple(each if isinstance(each, Adapter) else Adapter.parse(each) for each in lora)
-        return cls(output, precision, head_precision, *parsed, own_head, rounding, shortening, template, adapters)
+        choice = precision, asked is not None, head_precision
+        return cls(output, *choice, *parsed, own_head, rounding, shortening, template, adapters)
+
+    def with_default(self, progress: Progress) -> ExportArguments:
+        """Return the arguments with the precision that suits the target, which is on this machine, unless one was asked for."""
+        if self.asked:
+            return self
+        precision, why = default_precision(self.target, bool(self.adapters))
+        if why:
+            progress.stage(why)
+        rounding = _rounding({"precision": precision})
+        return replace(self, precision=rounding.precision if rounding else precision, rounding=rounding)
 
     def sources(self) -> dict[str, Source]:
         """Return the checkpoints by role, the target first. This may download their configurations.
@@ -95,7 +110,7 @@ def _parsed(source: str | Source) -> Source:
 
 
 def _rounding(options: ExportOptions) -> Rounding | None:
-    precision, method, calibration = options["precision"], options.get("method"), options.get("calibration")
+    precision, method, calibration = options.get("precision"), options.get("method"), options.get("calibration")
     if precision == AS_IS:
         if method is not None:
             raise UsageError(f"--method cannot be used with --precision {AS_IS}", "leave it out")
@@ -104,7 +119,8 @@ def _rounding(options: ExportOptions) -> Rounding | None:
         for name in ("head_precision", "method", "calibration", "group_size"):
             if options.get(name) is not None:
                 option = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{option} cannot be used with --precision {precision}", "use --precision int4 or int8")
+                how = f"with --precision {precision}" if precision else "without --precision"
+                raise UsageError(f"{option} cannot be used {how}", "use --precision int4 or int8")
         return None
     if (method == "auto-round") != (calibration is not None):
         raise UsageError("--method auto-round and --calibration go together", "use both or neither")

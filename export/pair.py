@@ -91,7 +91,6 @@ def export(arguments: ExportArguments, progress: Progress) -> Manifest:
 
     Raises the errors of `export_pair`.
     """
-    rounding, shortening, precision = arguments.rounding, arguments.shortening, arguments.precision
     with staged(arguments.output) as folder, _quiet_libraries():
         (folder / sampler_file(MARKOV)).parent.mkdir()
         for adapter in arguments.adapters:
@@ -101,6 +100,8 @@ def export(arguments: ExportArguments, progress: Progress) -> Manifest:
             source.download(progress)
         sources = arguments.sources()
         read_config(arguments.target)  # before looking for a head in its weights
+        arguments = arguments.with_default(progress)
+        rounding, shortening, precision = arguments.rounding, arguments.shortening, arguments.precision
         if arguments.own_head is None and has_mtp(arguments.target):
             progress.stage(f"drafting with the MTP head of {arguments.target.name}, which is the default")
             sources["head"] = arguments.target

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from outrider.engines.precisions import PRECISIONS
+from outrider.export.as_is import COMPARED, is_fast, kept_of, memory_of, suits
 from outrider.export.checkpoints.source import Source
 from outrider.export.weights.rounding import AS_IS
 from outrider.prepare.wanted import Wanted
 
-if TYPE_CHECKING:
-    from outrider.export.checkpoints.gguf_kept import Kept
-
-PRECISION, NEXT_PRECISION, GPU_PRECISION = "int4", "int8", "fp16"  # the second if the first costs a model too much
+PRECISION, NEXT_PRECISION, GPU_PRECISION = COMPARED, "int8", "fp16"  # the second if the first costs a model too much
 REASONS = {
     AS_IS: "the checkpoint's own 4 bits",
     PRECISION: "the fastest",
     NEXT_PRECISION: f"{PRECISION} costs this model too much",
     GPU_PRECISION: "for a GPU",
 }
-MOST_LARGER = 1.1  # times the memory of `PRECISION` that a file's own numbers may take by default
-SMALL = 10**9  # parameters below which they may take more: docs/guides/export.md
+SMALL = 10**9  # parameters below which as-is may take more time and memory: docs/guides/quantized.md
 
 
 def default_precision(wanted: Wanted, target: Source) -> str:
@@ -36,9 +31,8 @@ def default_precision(wanted: Wanted, target: Source) -> str:
         return GPU_PRECISION
     if wanted.lora:
         return PRECISION
-    if (kept := _kept(target)) is not None:
-        return AS_IS if _is_fast(kept) or kept.parameters < SMALL else PRECISION
-    return AS_IS if target.stored_bits() == PRECISIONS[PRECISION].weight_bits else PRECISION
+    kept = kept_of(target)
+    return AS_IS if suits(target) or (kept is not None and kept.parameters < SMALL) else PRECISION
 
 
 def weight_bits(precision: str, source: Source) -> float:
@@ -49,7 +43,7 @@ def weight_bits(precision: str, source: Source) -> float:
     """
     if precision != AS_IS:
         return PRECISIONS[precision].weight_bits
-    if (kept := _kept(source)) is not None:
+    if (kept := kept_of(source)) is not None:
         return kept.bits
     own = source.stored_bits() or 0  # a draft that is not quantized is rounded to the least
     return min(each.weight_bits for each in PRECISIONS.values() if each.weight_bits >= own)
@@ -57,27 +51,10 @@ def weight_bits(precision: str, source: Source) -> float:
 
 def why(precision: str, wanted: Wanted, target: Source) -> str:
     """Return why `default_precision` is what it is, and what as-is brings or would bring."""
-    kept = _kept(target) if precision in (AS_IS, PRECISION) and not wanted.lora else None
-    if kept is None or (precision == AS_IS and _is_fast(kept)):
+    kept = kept_of(target) if precision in (AS_IS, PRECISION) and not wanted.lora else None
+    if kept is None or (precision == AS_IS and is_fast(kept)):
         return REASONS[precision]
-    memory = f"the file's {kept.kind} weights, in {kept.ratio:.1f} times the memory"
+    memory = memory_of(kept)
     if precision == AS_IS:
         return f"{memory} of {PRECISION}, which costs models of less than a billion parameters much accuracy"
     return f"{REASONS[precision]}; {AS_IS} would keep {memory}"
-
-
-def _is_fast(kept: Kept) -> bool:
-    """Return whether what as-is keeps runs as fast as `PRECISION`."""
-    return kept.ratio <= MOST_LARGER and not kept.offsets
-
-
-def _kept(target: Source) -> Kept | None:
-    """Return what as-is would keep of a GGUF file; None for another checkpoint, or if the file is not here or damaged."""
-    if target.gguf is None:
-        return None
-    from outrider.export.checkpoints.gguf_kept import kept
-
-    try:
-        return kept(target.gguf)
-    except Exception:  # of any type; the export names what is wrong with the file
-        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from outrider.errors import UsageError
+from outrider.export.arguments import ExportArguments
+from outrider.export.checkpoints.adapters import Adapter
 from outrider.export.checkpoints.checkpoint import load_model, open_model
 from outrider.export.checkpoints.gguf_blocks import BLOCKS
 from outrider.export.checkpoints.integers import CONTENTS
@@ -25,8 +28,10 @@ from outrider.export.weights.block_linear import BlockLinear
 from outrider.export.weights.quantize import quantize_model
 from outrider.export.weights.rounding import AS_IS, Rounding
 from outrider.export.weights.stored import Form, StoredWeight
+from outrider.progress import Progress
 from outrider.tests.export import quantized
 from outrider.tests.export.architectures import COMMON
+from outrider.tests.export.gguf_files import write as write_gguf
 from outrider.tests.export.packed.cases import CASES, case, packed_weight
 from outrider.tests.export.quantized import HALVES
 from outrider.tests.support import PAIR, run_here, write_checkpoint
@@ -238,6 +243,47 @@ def test_experts_are_kept(method: str, bits: int, tmp_path: Path) -> None:
 def test_the_configuration_tells_the_bits(settings: object, bits: int | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
     assert Source.parse(str(tmp_path)).stored_bits() == bits
+
+
+@pytest.mark.parametrize(
+    ("stored", "precision", "said"),
+    [
+        ("gptq", "fp32", "dequantizing; --precision as-is would keep its integers of 8 bits"),
+        ("awq", "as-is", "keeping the integers of model, which is the default"),
+        ("Q4_0", "as-is", "keeping the integers of model.gguf, which is the default"),
+        ("Q4_1", "fp32", "dequantizing; --precision as-is would keep the file's Q4_1 weights, in 1.0 times the memory of int4"),
+        ("F32", "fp32", ""),
+        ("nothing", "fp32", ""),
+    ],
+)
+def test_integers_are_kept_by_default_where_they_are_as_fast_as_int4(
+    stored: str, precision: str, said: str, tmp_path: Path
+) -> None:
+    said_by = list[str]()
+
+    class Recorded(Progress):
+        def stage(self, name: str, total: int | None = None) -> None:
+            said_by.append(name)
+
+    if stored in gguf.GGMLQuantizationType.__members__:
+        path = tmp_path / "model.gguf"
+        write_gguf(path, kind=gguf.GGMLQuantizationType[stored])
+    else:
+        path = tmp_path / "model"
+        path.mkdir()
+        bits = {"awq": 4, "gptq": 8}
+        settings = {"quantization_config": {"quant_method": stored, "bits": bits[stored]}} if stored in bits else {}
+        (path / "config.json").write_text(json.dumps(settings))
+    asked = ExportArguments.check(str(path), [], tmp_path / "export")
+    found = asked.with_default(Recorded())
+    kept = found.rounding is not None and found.rounding.method == AS_IS
+    assert (AS_IS if kept else found.precision) == precision
+    assert "; ".join(said_by).startswith(said)
+    assert bool(said_by) == bool(said)
+    adapter = Adapter(Source.parse(str(path)), 1.0, {})  # it changes what is stored
+    assert replace(asked, adapters=(adapter,)).with_default(Recorded()).precision == "fp32"
+    explicit = ExportArguments.check(str(path), [], tmp_path / "export", precision="int8")
+    assert explicit.with_default(Recorded()) == explicit
 
 
 def test_a_checkpoint_without_integers_is_wrong_use(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_what_export_says(tmp_path: Path) -> None:
     [
         ({"precision": "fp16", "head_precision": "int8"}, "--head-precision cannot be used with --precision fp16"),
         ({"precision": "fp32", "method": "rtn"}, "--method cannot be used with --precision fp32"),
+        ({"group_size": 64}, "--group-size cannot be used without --precision"),
         ({"precision": "fp32", "calibration": Path("x")}, "--calibration cannot be used with --precision fp32"),
         ({"precision": "int4", "method": "auto-round"}, "--method auto-round and --calibration go together"),
         ({"precision": "int4", "calibration": Path("x")}, "--method auto-round and --calibration go together"),

@@ -135,9 +135,9 @@ def test_the_settings_may_be_those_of_the_text_model(tmp_path: Path) -> None:
 )
 def test_its_integers_are_kept(form: str, tmp_path: Path) -> None:
     folder = write(PUBLISHED[form], tmp_path)
-    options = ("--draft", "none", "--precision", "as-is", "-o", tmp_path / "export")
-    done = run_here("export", "--target", folder, *options)
+    done = run_here("export", "--target", folder, "--draft", "none", "-o", tmp_path / "export")
     assert done.returncode == 0, done.stderr
+    assert f"keeping the integers of {folder.name}, which is the default (--precision as-is)" in done.stderr
     assert "loading the target: text only, images are refused" in done.stderr
     target = read_manifest(tmp_path / "export").models["target"]
     assert target.quantization is not None
