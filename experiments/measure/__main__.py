@@ -6,7 +6,20 @@ from importlib import import_module
 
 import click
 
-MODES = ("answers", "host", "kernels", "masks", "passes", "perplexity", "plain", "prefixes", "quotes", "rows", "rules")
+MODES = (
+    "answers",
+    "host",
+    "kernels",
+    "masks",
+    "passes",
+    "perplexity",
+    "plain",
+    "prefixes",
+    "quotes",
+    "reading",
+    "rows",
+    "rules",
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

@@ -27,6 +27,15 @@ def test_bundles_take_turns(tiny_bundle: Path) -> None:
     assert rows[0].endswith(" 1.00 |")
 
 
+def test_prompts_are_read_in_chunks_of_several_sizes(tiny_bundle: Path) -> None:
+    arguments = [tiny_bundle, "--chunk", 8, "--chunk", 16, "--length", 40, "--repeat", 2]
+    done = CliRunner().invoke(main, ["reading", *map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    _, _, *rows = done.stdout.splitlines()
+    assert [row.split(" | ")[:2] for row in rows] == [[f"| {tiny_bundle.name}", chunk] for chunk in ("8", "16")]
+    assert all(re.fullmatch(r"\d+ \(\d+-\d+\)", row.split(" | ")[2]) for row in rows)
+
+
 def test_quoted_tokens_are_in_runs_of_four() -> None:
     assert quoted([9, 1, 2, 3, 4, 8, 2, 3, 4], runs([0, 1, 2, 3, 4])) == 4
     assert quoted([1, 2, 3], runs([1, 2, 3, 4])) == 0
