@@ -50,6 +50,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from outrider.engines.precisions import PRECISIONS
 
 CONTRACT_VERSION = 5
@@ -83,8 +85,7 @@ EXPERTS = {4: "Int4Experts", 8: "Int8Experts"}  # functions for the experts of a
 SMALLEST_WINDOW = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One input or output of an engine. A dimension is a size, or a name if it varies."""
 
     name: str
@@ -92,8 +93,7 @@ class Tensor:
     shape: tuple[int | str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Consecutive layers of a step model as a graph of their own, with tensors under the names that they have in the whole."""
 
     layers: tuple[int, int]  # the first and the last

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from outrider.backends import registry
 from outrider.bundle.decoding import decode_manifest
@@ -63,6 +64,16 @@ def test_stages_read_back_as_they_were_written(tmp_path: Path) -> None:
 def test_stages_that_do_not_fit_together_are_damage(tmp_path: Path, stages: list[Stage]) -> None:
     with pytest.raises(FolderError, match="its stages do not fit together"):
         decode(tmp_path, *stages)
+
+
+@pytest.mark.parametrize("place", ["stage", "tensor"])
+def test_a_field_that_nobody_knows_is_damage(tmp_path: Path, place: str) -> None:
+    """It may change what the others mean."""
+    written = json.loads(decode(tmp_path, FIRST, SECOND).encode())
+    stage = written["build"]["stages"][0]
+    (stage if place == "stage" else stage["gives"][0])["more"] = 1
+    with pytest.raises(FolderError, match="unknown field `more`"):
+        decode_manifest(json.dumps(written).encode())
 
 
 def test_stages_of_a_backend_that_runs_none_are_damage(tmp_path: Path) -> None:
