@@ -21,7 +21,7 @@ from openvino.op.util import Variable, VariableInfo
 
 from outrider.backends.mapped import give_back, mapped
 from outrider.backends.openvino.names import ATTENTION, BLOCK_WEIGHTS, DOMAIN, EMBEDDING, PAGING
-from outrider.engines.contract import LOGITS
+from outrider.engines.contract import BOUNDARY, LOGITS
 from outrider.engines.precisions import DTYPES, PRECISIONS
 from outrider.engines.threads import thread_count
 from outrider.errors import DeviceError, EngineError
@@ -125,14 +125,18 @@ def _settings(device: str, precision: str, group: int) -> dict[str, Any]:
 
 
 def shapes(compiled: Any) -> dict[str, object]:
-    """Return the shapes to compare with the manifest: (heads, width) of each cache, and the width of the logits, if any."""
+    """Return what to compare with the manifest: (heads, width) of each cache, the width of the logits, if any, and the type and
+    the sizes behind the rows of what a stage takes or gives."""
     found: dict[str, object] = {}
-    for each in compiled.inputs:
-        if each.get_any_name().startswith(("past_key_", "past_value_")):
-            _, heads, _, width = each.get_partial_shape()
-            found[each.get_any_name()] = heads.get_length(), width.get_length()
-    outputs = {name: each for each in compiled.outputs for name in each.names}
-    return found | {name: (each.get_partial_shape()[2].get_length(),) for name, each in outputs.items() if name == LOGITS}
+    for name, port in ((name, each) for each in (*compiled.inputs, *compiled.outputs) for name in each.names):
+        sizes = [None if size.is_dynamic else size.get_length() for size in port.get_partial_shape()]
+        if name.startswith(BOUNDARY):
+            found[name] = port.get_element_type().to_string(), *sizes[2:]
+        elif name == LOGITS:
+            found[name] = (sizes[2],)
+        elif name.startswith(("past_key_", "past_value_")):
+            found[name] = sizes[1], sizes[3]
+    return found
 
 
 @contextmanager

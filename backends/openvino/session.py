@@ -271,6 +271,8 @@ class OpenVinoEngines(Engines):
         with compiling(path, self._processor, model.precision, group) as compiled:
             cached = [each for each in sizes.tensors if each.past != PAST_FEATURES]
             expected: dict[str, object] = {each.past: (each.shape[0], each.shape[-1]) for each in cached}
+            passed = [] if stage is None else [*stage.takes, *stage.gives]
+            expected |= {each.name: (DTYPES[each.dtype].openvino, *each.shape[2:]) for each in passed}
             if stage is None or not stage.gives:
                 expected[LOGITS] = (model.vocab_rows,)
             check_tensors(path, shapes(compiled), expected)

@@ -80,7 +80,7 @@ def _set_type(before: ir.Graph, after: ir.Graph, tensor: Tensor) -> None:
     taken.type = ir.TensorType(passed)
     before.append(wide)
     before.outputs[before.outputs.index(given)] = wide.outputs[0]
-    given.name, wide.outputs[0].name = f"{tensor.name}.own", tensor.name
+    given.name, wide.outputs[0].name = f"own.{tensor.name}", tensor.name
 
 
 def _is_passed(value: ir.Value) -> bool:
