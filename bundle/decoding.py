@@ -17,7 +17,15 @@ from outrider.bundle.manifest import (
     Model,
     graph_files,
 )
-from outrider.engines.contract import BATCH_DIM, CONTRACT_VERSION, ROWS_DIM, Stage, cache_tensors, window_buckets
+from outrider.engines.contract import (
+    BATCH_DIM,
+    CONTRACT_VERSION,
+    PAST_FEATURES,
+    ROWS_DIM,
+    Stage,
+    cache_tensors,
+    window_buckets,
+)
 from outrider.engines.precisions import DTYPES, PRECISIONS
 from outrider.errors import FolderError
 
@@ -114,5 +122,6 @@ def _check_stages(target: Model, stages: list[Stage]) -> None:
     caches = [each.past for each in cache_tensors(target.layers, target.features, target.recurrent)]
     have = [name for stage in stages for name in stage.inputs if name.startswith("past_")]
     fit = given == [*(stage.takes for stage in stages), []] and sorted(have) == sorted(caches)
+    fit &= not any(PAST_FEATURES in stage.inputs for stage in stages[:-1])  # heads run beside the last stage
     if not all(follows) or not fit or not possible or any(tensor.dtype not in DTYPES for tensor in passed):
         raise damaged("its stages do not fit together - at `$.build.stages`")

@@ -14,7 +14,7 @@ from outrider.backends import registry
 from outrider.bundle.decoding import decode_manifest
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Manifest
-from outrider.engines.contract import INPUT_IDS, Stage, Tensor
+from outrider.engines.contract import INPUT_IDS, PAST_FEATURES, Stage, Tensor
 from outrider.errors import FolderError
 from outrider.tests.support import sealed_bundle
 
@@ -74,6 +74,21 @@ def test_a_field_that_nobody_knows_is_damage(tmp_path: Path, place: str) -> None
     (stage if place == "stage" else stage["gives"][0])["more"] = 1
     with pytest.raises(FolderError, match="unknown field `more`"):
         decode_manifest(json.dumps(written).encode())
+
+
+def test_features_in_another_stage_than_the_last_are_damage(tmp_path: Path) -> None:
+    """A draft head runs beside the last one."""
+    sealed = decode(tmp_path, FIRST, SECOND)
+    assert sealed.build is not None
+    models = {role: replace(sealed.models["target"], features=8) for role in ("target", "head")}
+    first, second = (replace(stage, inputs=[*stage.inputs, PAST_FEATURES]) for stage in (FIRST, SECOND))
+    right, wrong = (
+        replace(sealed, models=models, build=replace(sealed.build, stages=stages)).encode()
+        for stages in ([FIRST, second], [first, SECOND])
+    )
+    decode_manifest(right)
+    with pytest.raises(FolderError, match="its stages do not fit together"):
+        decode_manifest(wrong)
 
 
 def test_stages_of_a_backend_that_runs_none_are_damage(tmp_path: Path) -> None:
