@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import NamedTuple
 
 from outrider.bundle.manifest import Build, Manifest
-from outrider.engines.contract import BATCH_DIM, ROWS_DIM, Stage, sized
-from outrider.engines.precisions import DTYPES
+from outrider.engines.sizes import layout_bytes, pass_layout
 from outrider.errors import UsageError
 from outrider.runtime.policy.round_costs import RoundCosts
 
@@ -39,13 +37,8 @@ class LinkedCosts(RoundCosts):
 
     def verification(self, rows: int, end: int, greedy: bool) -> float:
         """See `Costs.verification`."""
-        megabits = sum(_bytes(stage, rows) for stage in self._stages) * 8 / 1e6
+        passed = pass_layout((tensor for stage in self._stages for tensor in stage.gives), 1, rows)
+        megabits = layout_bytes(passed.values()) * 8 / 1e6
         return (
             super().verification(rows, end, greedy) + len(self._stages) * self._link.latency + megabits / self._link.bandwidth
         )
-
-
-def _bytes(stage: Stage, rows: int) -> int:
-    """Return the size of what a stage gives the next one in a pass over `rows` rows."""
-    sizes = {BATCH_DIM: 1, ROWS_DIM: rows}
-    return sum(prod(sized(each.shape, sizes)) * DTYPES[each.dtype].numpy.itemsize for each in stage.gives)

@@ -88,12 +88,6 @@ class SimulatedSession(Session):
     def bind(self, buffers: object) -> Launch:
         return nothing
 
-    def share_features(self, target: Session) -> None:
-        """Ignore the target: a simulated model reads no features."""
-
-    def set_features(self, features: object) -> None:
-        """Ignore the features: a simulated model reads none."""
-
     def clear(self, slot: int) -> None:
         """Do nothing: there is no cache."""
 

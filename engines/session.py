@@ -131,16 +131,16 @@ class Session(ABC):
 
     @property
     def with_features(self) -> Session:
-        """The session that has a target's features: this one, or one of its stages."""
+        """The session that has a target's features: this one, or the last of its stages."""
         return self
 
-    @abstractmethod
     def share_features(self, target: Session) -> None:
-        """Read the features that `target` writes. Without this call, a draft head reads zeros."""
+        """Let a draft head read the features that `target` writes. Without this call, it reads zeros."""
+        raise NotImplementedError
 
-    @abstractmethod
     def set_features(self, features: Floats) -> None:
         """Replace a draft head's features by float32 [B, C, H]; for comparisons."""
+        raise NotImplementedError
 
     @abstractmethod
     def clear(self, slot: int) -> None:

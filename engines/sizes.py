@@ -6,8 +6,18 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.engines.contract import PAST_FEATURES, CacheTensor, RecurrentLayer, Stage, cache_tensors
-from outrider.engines.device import Device
+from outrider.engines.contract import (
+    BATCH_DIM,
+    PAST_FEATURES,
+    ROWS_DIM,
+    CacheTensor,
+    RecurrentLayer,
+    Stage,
+    Tensor,
+    cache_tensors,
+    sized,
+)
+from outrider.engines.device import Device, Layout
 from outrider.engines.precisions import DTYPES
 from outrider.errors import EngineError
 
@@ -61,6 +71,17 @@ class Sizes:
         return f"a cache of {self.batch} x {self.capacity:,} positions"
 
 
+def pass_layout(tensors: Iterable[Tensor], count: int, rows: int) -> Layout:
+    """Return what stages give each other in a pass of `count` sequences with `rows` rows each."""
+    names = {BATCH_DIM: count, ROWS_DIM: rows}
+    return {each.name: (sized(each.shape, names), each.dtype) for each in tensors}
+
+
+def layout_bytes(layout: Iterable[tuple[tuple[int, ...], str]]) -> int:
+    """Return the size of tensors of these shapes and types."""
+    return sum(math.prod(shape) * DTYPES[dtype].numpy.itemsize for shape, dtype in layout)
+
+
 def check_memory(device: Device, sizes: Sizes, layout: Iterable[tuple[tuple[int, ...], str]]) -> None:
     """Check that a cache fits before it is allocated: systems overcommit memory, and kill the process that uses it.
 
@@ -70,7 +91,7 @@ def check_memory(device: Device, sizes: Sizes, layout: Iterable[tuple[tuple[int,
     Raises:
         EngineError: it does not fit.
     """
-    size = sum(math.prod(shape) * DTYPES[dtype].numpy.itemsize for shape, dtype in layout)
+    size = layout_bytes(layout)
     if size > (total := device.memory()[1]):
         raise EngineError(
             f"no memory for {sizes.cache}: it takes {size:,} bytes, and there are {total:,}",

@@ -8,20 +8,18 @@ from typing import Any
 
 import numpy.typing as npt
 
-from outrider.engines.arrays import Floats
-from outrider.engines.contract import BATCH_DIM, ROWS_DIM, Stage, Tensor, sized
-from outrider.engines.device import Buffer, Device, Launch, in_sequence
+from outrider.engines.contract import Stage, Tensor
+from outrider.engines.device import Buffer, Device, Launch, Layout, in_sequence
 from outrider.engines.precisions import PRECISIONS
 from outrider.engines.session import Pass, Session
-from outrider.engines.sizes import Sizes, check_memory
+from outrider.engines.sizes import Sizes, check_memory, pass_layout
 
 FEWEST = 2  # rows that some sessions run in place of one: of a pass, and of a sequence in attention
 
 
-def boundary_layout(tensors: Iterable[Tensor], sizes: Sizes) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return the shape and type of what stages give each other, by name, in the largest pass of a session."""
-    most = {BATCH_DIM: sizes.batch, ROWS_DIM: max(sizes.max_rows, FEWEST)}
-    return {each.name: (sized(each.shape, most), each.dtype) for each in tensors}
+def boundary_layout(tensors: Iterable[Tensor], sizes: Sizes) -> Layout:
+    """Return what stages give each other in the largest pass of a session."""
+    return pass_layout(tensors, sizes.batch, max(sizes.max_rows, FEWEST))
 
 
 def boundary_buffers(device: Device, tensors: Iterable[Tensor], sizes: Sizes) -> dict[str, Buffer]:
@@ -73,9 +71,6 @@ class StagedSession(Session):
         self.recordable = all(stage.recordable for stage in stages)
         passed = [tensor for each in sizes if each.stage is not None for tensor in each.stage.gives]
         self._boundary = boundary_buffers(self.device, passed, whole)
-        self._features = next(
-            (stage for stage, each in zip(stages, sizes, strict=True) if each.features is not None), stages[-1]
-        )
 
     def bind(self, buffers: Pass) -> Launch:
         count, _, width = buffers.logits.shape
@@ -90,14 +85,7 @@ class StagedSession(Session):
 
     @property
     def with_features(self) -> Session:
-        return self._features
-
-    def share_features(self, target: Session) -> None:
-        for stage in self.stages:
-            stage.share_features(target)
-
-    def set_features(self, features: Floats) -> None:
-        self._features.set_features(features)
+        return self.stages[-1]
 
     def clear(self, slot: int) -> None:
         for stage in self.stages:
