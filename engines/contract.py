@@ -101,6 +101,7 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inputs: list[str]  # those of the whole model's inputs that it has
     takes: list[Tensor]  # what the stage before gives; the first takes nothing
     gives: list[Tensor]  # the last gives only logits
+    device: str | None = None  # such as cuda:1; None is that of the bundle
 
 
 def sized(shape: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int, ...]:

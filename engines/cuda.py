@@ -60,31 +60,39 @@ class CudaMemory:
 
 
 class Cuda(Device):
-    """The first GPU that this process sees; `CUDA_VISIBLE_DEVICES` selects another."""
+    """One of the GPUs that this process sees, the first by default; `CUDA_VISIBLE_DEVICES` selects others."""
 
     synchronous = False
     alignment = 256  # TensorRT's requirement
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
         """Select the GPU and create its stream.
 
         Raises:
-            DeviceError: there is no GPU, or its driver is missing or too old.
+            DeviceError: there is no such GPU, or its driver is missing or too old.
         """
-        _find_gpu()
-        checked(runtime.cudaSetDevice(0))
+        _find_gpu(number)
+        self.number = number
+        self._senders: dict[int, Device] = {}  # whose tensors are copied here, by stream
+        self._select()
         self.stream = int(checked(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)))
         weakref.finalize(self, runtime.cudaStreamDestroy, self.stream)
-        properties = checked(runtime.cudaGetDeviceProperties(0))
+        properties = checked(runtime.cudaGetDeviceProperties(number))
         self.name = properties.name.decode()
         self.compute_capability = f"{properties.major}.{properties.minor}"
 
+    def _select(self) -> None:
+        """Let the next calls of this thread be for this GPU: engines of another one may have run in between."""
+        checked(runtime.cudaSetDevice(self.number))
+
     def memory(self) -> tuple[int, int]:
+        self._select()
         free, total = checked(runtime.cudaMemGetInfo())
         return int(free), int(total)
 
     def zeros(self, shape: tuple[int, ...], dtype: str, purpose: str) -> Buffer:
         size = max(math.prod(shape) * DTYPES[dtype].numpy.itemsize, 1)
+        self._select()
         error, address = runtime.cudaMalloc(size)
         if error == OUT_OF_MEMORY:
             runtime.cudaGetLastError()
@@ -96,7 +104,7 @@ class Cuda(Device):
         checked((error,))
         memory = CudaMemory(int(address), size, runtime.cudaFree)
         checked(runtime.cudaMemsetAsync(address, 0, size, self.stream))
-        return Buffer(int(address), shape, dtype, "cuda", memory)
+        return Buffer(int(address), shape, dtype, f"cuda:{self.number}", memory)
 
     def mirrored(self, size: int) -> tuple[npt.NDArray[np.uint8], Buffer]:
         error, address = runtime.cudaMallocHost(size)
@@ -133,6 +141,30 @@ class Cuda(Device):
 
         return launch
 
+    def receive(self, target: Buffer, source: Buffer, sender: Device) -> Launch:
+        if not isinstance(sender, Cuda):
+            return super().receive(target, source, sender)
+        sent, received = sender._event(), self._event()
+        where = target.address, self.number, source.address, sender.number, source.nbytes
+        self._senders[sender.stream] = sender
+
+        def launch() -> None:
+            assert target.memory, source.memory  # keeps both alive for as long as the launch
+            checked(runtime.cudaEventRecord(sent, sender.stream))
+            checked(runtime.cudaStreamWaitEvent(self.stream, sent, 0))
+            checked(runtime.cudaMemcpyPeerAsync(*where, self.stream))
+            checked(runtime.cudaEventRecord(received, self.stream))
+            checked(runtime.cudaStreamWaitEvent(sender.stream, received, 0))
+
+        for event in (sent, received):
+            weakref.finalize(launch, runtime.cudaEventDestroy, event)
+        return launch
+
+    def _event(self) -> Any:
+        """Return a new event, which streams of other GPUs can wait for."""
+        self._select()
+        return checked(runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming))
+
     def read(self, buffer: Buffer) -> npt.NDArray[Any]:
         values = np.empty(buffer.shape, DTYPES[buffer.dtype].numpy)
         checked(runtime.cudaMemcpyAsync(values.ctypes.data, buffer.address, values.nbytes, TO_HOST, self.stream))
@@ -147,11 +179,13 @@ class Cuda(Device):
         self.synchronize()
 
     def synchronize(self) -> None:
-        checked(runtime.cudaStreamSynchronize(self.stream))
+        for stream in (self.stream, *self._senders):  # all of them, or an error on another GPU would not be reported
+            checked(runtime.cudaStreamSynchronize(stream))
 
     def capture(self, launches: Sequence[Launch]) -> Launch:
         if checked(runtime.cudaStreamIsCapturing(self.stream)) != runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone:
             raise EngineError("the stream is already being recorded", "no action needed: the launches run one by one")
+        self._select()
         mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         collects = gc.isenabled()
         gc.disable()  # it may free GPU memory, which ends a capture
@@ -180,11 +214,16 @@ class Cuda(Device):
         return replay
 
 
-def _find_gpu() -> None:
+def _find_gpu(number: int) -> None:
     _, driver = runtime.cudaDriverGetVersion()
     error, count = runtime.cudaGetDeviceCount()
-    if error == SUCCESS and count:
+    if error == SUCCESS and number < count:
         return
+    if error == SUCCESS and count:
+        raise DeviceError(
+            f"there is no GPU cuda:{number}: this process sees {count}, counted from 0",
+            "run all stages on the first one with --device cuda, or build the bundle with another --stage-device",
+        )
     runtime.cudaGetLastError()
     if driver and error == runtime.cudaError_t.cudaErrorInsufficientDriver:
         _, needed = runtime.cudaRuntimeGetVersion()

@@ -35,7 +35,7 @@ class Buffer:
     address: int
     shape: tuple[int, ...]
     dtype: str  # a key of `DTYPES`
-    place: str  # where its memory is, "cpu" or "cuda"
+    place: str  # where its memory is, such as "cpu" or "cuda:0"
     memory: object  # owns the memory; referenced here to keep it alive
 
     @property
@@ -65,8 +65,9 @@ class Device(ABC):
     """One processor, with its memory and one queue of work."""
 
     name: str  # "cpu", or the GPU's product name
+    number = 0  # of a GPU among several
     synchronous: bool  # whether a launch has finished when it returns
-    stream: int  # the handle of the CUDA stream that all work goes to; 0 on a CPU
+    stream: int  # the handle of the CUDA stream that all work goes to, another one on each device; 0 on a CPU
     alignment: int  # addresses of tensors are multiples of this number of bytes
 
     @abstractmethod
@@ -99,6 +100,18 @@ class Device(ABC):
     @abstractmethod
     def copy_columns(self, target: Buffer, to: int, source: Buffer, first: int, count: int) -> Launch:
         """Prepare a copy of `count` columns of `source` [R, C1] into `target` [R, C2], from column `first` to column `to`."""
+
+    def receive(self, target: Buffer, source: Buffer, sender: Device) -> Launch:
+        """Prepare a copy of a tensor of another device, the `sender`, into one of the same size here.
+
+        It comes after everything that was launched on both, and before everything that is launched on either later. Devices
+        that cannot do better wait for each other, and copy through the host.
+        """
+
+        def launch() -> None:
+            self.write(target, sender.read(source))
+
+        return launch
 
     @abstractmethod
     def read(self, buffer: Buffer) -> npt.NDArray[Any]:

@@ -5,7 +5,10 @@ Its engines are real: ONNX Runtime's on the CPU. So everything above the calls o
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +19,28 @@ from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
 from outrider.backends.open import open_bundle
 from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.contract import Stage
-from outrider.engines.device import Buffer, Cpu, Engine, Launch
+from outrider.engines.device import Buffer, Cpu, Device, Engine, Launch
 from outrider.engines.precisions import DTYPES
 from outrider.errors import EngineError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.text.text import Text
 
+STREAMS = count(1)
+
 
 class Deferred(Cpu):
-    """Work waits in a queue until `synchronize`; in between, what the host reads is old."""
+    """Work waits in a queue until `synchronize`; in between, what the host reads is old.
+
+    A device that waits for work of another one lets it run as far ahead as it may.
+    """
 
     synchronous = False
     alignment = 256
 
     def __init__(self) -> None:
-        self.queue: list[Launch] = []
+        self.stream = next(STREAMS)
+        self.queue: deque[Launch] = deque()
+        self.owned: list[Any] = []  # its memory
         self.recording: list[Launch] | None = None
         self.waits = 0
         self.recorded = 0
@@ -49,6 +59,7 @@ class Deferred(Cpu):
     def zeros(self, shape: tuple[int, ...], dtype: str, what: str) -> Buffer:
         item = DTYPES[dtype].numpy.itemsize
         raw = np.zeros(int(np.prod(shape)) * item + 2 * self.alignment, dtype=np.uint8)
+        self.owned.append(weakref.ref(raw))
         return Buffer(raw.ctypes.data + -raw.ctypes.data % self.alignment, shape, dtype, "cpu", raw)
 
     def mirrored(self, size: int) -> tuple[npt.NDArray[np.uint8], Buffer]:
@@ -63,6 +74,24 @@ class Deferred(Cpu):
     def copy_columns(self, target: Buffer, to: int, source: Buffer, first: int, count: int) -> Launch:
         return self.deferred(super().copy_columns(target, to, source, first, count))
 
+    def receive(self, target: Buffer, source: Buffer, sender: Device) -> Launch:
+        assert self.owns(target)
+        if not isinstance(sender, Deferred):
+            return super().receive(target, source, sender)
+        assert sender.owns(source)
+
+        def launch() -> None:
+            sent, received = Mark(sender), Mark(self)
+            sender.queue.append(sent.reach)
+            self.queue += [sent.wait, lambda: np.copyto(target.view(), source.view()), received.reach]
+            sender.queue.append(received.wait)
+
+        return launch
+
+    def owns(self, buffer: Buffer) -> bool:
+        """Whether a tensor is in its memory."""
+        return any(each() is buffer.memory for each in self.owned)
+
     def read(self, buffer: Buffer) -> npt.NDArray[Any]:
         self.synchronize()
         return buffer.view().copy()
@@ -73,9 +102,12 @@ class Deferred(Cpu):
 
     def synchronize(self) -> None:
         self.waits += 1
-        queue, self.queue = self.queue, []
-        for work in queue:
-            work()
+        self.run()
+
+    def run(self) -> None:
+        """Do all the work that waits."""
+        while self.queue:
+            self.queue.popleft()()
 
     def capture(self, launches: Sequence[Launch]) -> Launch:
         if self.refusal:
@@ -98,6 +130,22 @@ class Deferred(Cpu):
         return replay
 
 
+class Mark:
+    """A place in a device's queue that another device waits for."""
+
+    def __init__(self, device: Deferred):
+        self._device = device
+        self._reached = False
+
+    def reach(self) -> None:
+        self._reached = True
+
+    def wait(self) -> None:
+        if not self._reached:
+            self._device.run()
+        assert self._reached
+
+
 class DeferredEngine(Engine):
     """An engine of ONNX Runtime, whose runs wait in the device's queue."""
 
@@ -110,6 +158,7 @@ class DeferredEngine(Engine):
     def bind(self, tensors: Mapping[str, Buffer]) -> Launch:
         for name, buffer in tensors.items():
             assert name == "candidates" or buffer.address % self._device.alignment == 0, name
+            assert name == "candidates" or not buffer.nbytes or self._device.owns(buffer), name
         return self._device.deferred(self._engine.bind(tensors))
 
 
@@ -131,6 +180,15 @@ class DeferredEngines(OnnxRuntimeEngines):
 
 
 def deferred(bundle: Path, max_candidates: int | None = None, slots: int = 1) -> Outrider:
-    """A bundle loaded onto such a device."""
+    """A bundle loaded onto such a device, or onto one for each GPU of its stages; those of the CPU stay there."""
     manifest, build = open_bundle(bundle)
-    return Outrider(DeferredEngines(bundle, manifest, build, max_candidates), Text.load(bundle, manifest), slots)
+    places = [stage.device or build.device for stage in build.stages] or [build.device]
+    others = {
+        place: OnnxRuntimeEngines(bundle, manifest, build, Cpu())
+        if place == "cpu" and len({*places}) > 1
+        else DeferredEngines(bundle, manifest, build, max_candidates)
+        for place in places
+    }
+    engines = others[places[-1]]
+    engines.others = others
+    return Outrider(engines, Text.load(bundle, manifest), slots)

@@ -96,7 +96,8 @@ def inference_session(path: Path, device: Device, *, record_placement: bool = Fa
         return _session(path, options, [CPU])
     _preload()
     # Outrider allocates caches and buffers. The rest is small; an arena that doubles would take the memory that they need.
-    cuda = {"user_compute_stream": str(device.stream), "use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
+    cuda = {"device_id": str(device.number), "user_compute_stream": str(device.stream)}
+    cuda |= {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
     options.log_severity_level = 4  # that a node runs on the CPU is logged as a warning, and as an error in the first session
     try:
         session = _session(path, options, [(CUDA, cuda | {CUDA_GRAPH: "1"}), CPU])
@@ -296,7 +297,8 @@ def _failed(error: Exception, where: str, hint: str) -> EngineError:
 
 
 def _bind(bound: Any, name: str, buffer: Buffer) -> None:
-    bound(name, buffer.place, 0, DTYPES[buffer.dtype].onnx, buffer.shape, buffer.address)
+    kind, _, number = buffer.place.partition(":")
+    bound(name, kind, int(number or 0), DTYPES[buffer.dtype].onnx, buffer.shape, buffer.address)
 
 
 def _sizes(shape: Any) -> tuple[int | None, ...]:

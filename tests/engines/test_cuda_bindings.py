@@ -92,6 +92,7 @@ def test_every_call_is_one_that_the_bindings_take(bindings: Bindings, monkeypatc
     gpu.upload(host, mirror)()
     gpu.download(mirror, host)()
     gpu.copy_columns(buffer, 0, buffer, 1, 2)()
+    gpu.receive(buffer, buffer, Cuda())()
     gpu.read(buffer)
     gpu.write(buffer, np.ones(1))
     replay = gpu.capture([lambda: None])
@@ -106,6 +107,9 @@ def test_every_call_is_one_that_the_bindings_take(bindings: Bindings, monkeypatc
     monkeypatch.undo()
     with pytest.raises(DeviceError, match="no NVIDIA GPU found"):
         Cuda()
+    monkeypatch.setattr(runtime, "cudaGetDeviceCount", lambda: (runtime.cudaError_t.cudaSuccess, 1))
+    with pytest.raises(DeviceError, match="there is no GPU cuda:1: this process sees 1"):
+        Cuda(1)
     named = set.union(*map(called_in, SOURCES)) - {"cudaGetDeviceCount", "cudaRuntimeGetVersion"}
     assert {"cudaMalloc", "cudaMemcpy2DAsync"} <= named <= bindings.answers.keys()
     for name, errors in bindings.answers.items():

@@ -72,6 +72,29 @@ def test_copies(gpu: Any) -> None:
     assert (gpu.read(narrow)[:, 1:] == np.arange(512).reshape(8, 64)[:, 60:]).all()
 
 
+def test_a_copy_from_another_device_waits_and_is_waited_for(gpu: Any) -> None:
+    """It has what was computed there before it, and not what is computed there later, however far ahead the other one is.
+
+    A second queue of the same GPU stands for another GPU.
+    """
+    other = type(gpu)()
+    values, source = np.arange(1 << 20, dtype=np.uint8), other.zeros((1 << 20,), "uint8", "a check")
+    host, mirror = other.mirrored(1 << 20)
+    targets = [gpu.zeros((1 << 20,), "uint8", "a check") for _ in range(3)]
+    host[:] = values
+    for value, target in enumerate(targets):
+        other.upload(host, mirror)()
+        hardware.copy(other, source, mirror)()
+        gpu.receive(target, source, other)()
+        hardware.fill(other, source, value)()
+    for target in targets:
+        assert (gpu.read(target) == values).all()
+    gpu.receive(targets[0], source, other)()
+    hardware.fill(gpu, targets[0], 9)()
+    assert (other.read(source) == 2).all()
+    assert (gpu.read(targets[0]) == 9).all()
+
+
 def test_a_replay_reads_what_the_host_memory_holds_then(gpu: Any) -> None:
     """Record an upload, a copy and a download, and replay them with other contents."""
     host, mirror = gpu.mirrored(256)
@@ -211,6 +234,16 @@ def outdated(gpu: Any, host: Any, buffer: Buffer) -> Any:
     return gpu.deferred(lambda: np.copyto(buffer.view(), held))
 
 
+def at_once(gpu: Any, target: Buffer, source: Buffer, _: Any) -> Any:
+    """Copy without waiting for the other device."""
+    return gpu.deferred(lambda: np.copyto(target.view(), source.view()))
+
+
+def without_telling(gpu: Any, target: Buffer, source: Buffer, other: Any) -> Any:
+    """Let the other device go on before the copy has run."""
+    return in_sequence([gpu.deferred(other.synchronize), gpu.deferred(lambda: np.copyto(target.view(), source.view()))])
+
+
 def careless(gpu: Any, launches: Sequence[Launch]) -> Launch:
     """Record without passing exceptions on."""
     for launch in launches:
@@ -225,6 +258,9 @@ def careless(gpu: Any, launches: Sequence[Launch]) -> Launch:
         (test_copies, "upload", lambda *_: nothing),
         (test_copies, "download", lambda *_: nothing),
         (test_copies, "copy_columns", lambda *_: nothing),
+        (test_a_copy_from_another_device_waits_and_is_waited_for, "receive", lambda *_: nothing),
+        (test_a_copy_from_another_device_waits_and_is_waited_for, "receive", at_once),
+        (test_a_copy_from_another_device_waits_and_is_waited_for, "receive", without_telling),
         (test_a_replay_reads_what_the_host_memory_holds_then, "upload", outdated),
         (test_a_replay_reads_what_the_host_memory_holds_then, "capture", lambda *_: nothing),
         (test_an_exception_ends_a_recording, "capture", careless),
