@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from outrider.backends.option import Option
 from outrider.bundle.decoding import damaged
 from outrider.bundle.integrity import check_files
 from outrider.bundle.manifest import (
@@ -36,7 +37,7 @@ from outrider.progress import Progress
 
 
 class Engines(ABC):
-    """A bundle's engines on a device.
+    """A bundle's engines on a device, that of the last stage if the target's stages are on several.
 
     The runtime needs only sessions and samplers from it. Most backends subclass `GraphEngines`. A backend whose models are not
     graphs over bound buffers (paged attention, ragged batches) subclasses this class and makes its own sessions.
@@ -47,6 +48,7 @@ class Engines(ABC):
         self.manifest = manifest
         self.build = build
         self.device = device
+        self.others: Mapping[str, Engines] = {}  # by the device of stages that do not run on this one
         # Opens the stages of a target with these sizes, all but the last, in other processes.
         self.elsewhere: Callable[[Engines, Sequence[Sizes]], Sequence[Session]] | None = None
 
@@ -67,8 +69,10 @@ class Engines(ABC):
         sizes = [whole.of(stage) for stage in stages]
         if self.elsewhere:
             return StagedSession([*self.elsewhere(self, sizes[:-1]), self.model(role, sizes[-1])], sizes, whole)
-        check_stages(self.device, stages, self.manifest.models[role].precision, whole)
-        return StagedSession([self.model(role, each) for each in sizes], sizes, whole)
+        places = [self.others.get(stage.device or self.build.device, self) for stage in stages]
+        check_stages([place.device for place in places], stages, self.manifest.models[role].precision, whole)
+        opened = [place.model(role, each) for place, each in zip(places, sizes, strict=True)]
+        return StagedSession(opened, sizes, whole)
 
     def sessions(self, batch: int) -> dict[str, Session]:
         """Return a session for every model, by role. On a CPU they load in parallel, because kernels use one thread to reorder
@@ -134,22 +138,6 @@ class GraphEngines(Engines):
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
-    """An option that a backend adds to `build-engine`."""
-
-    name: str  # key in `BuildSpec.options`; `flag` on the command line
-    help: str
-    type: type = str  # str, int, float, Path, bool (a flag), or tuple (strings separated by commas)
-    metavar: str | None = None
-    choices: tuple[str, ...] = ()
-
-    @property
-    def flag(self) -> str:
-        """The option on the command line."""
-        return "--" + self.name.replace("_", "-")
-
-
-@dataclass(frozen=True, slots=True)
 class BuildSpec:
     """The arguments of `build-engine`, checked against the models."""
 
@@ -163,6 +151,7 @@ class BuildSpec:
     device: str | None = None  # one of the backend's `devices`
     options: Mapping[str, Any] = field(default_factory=dict)  # the given ones of the backend's `options`
     ends: Sequence[int] = ()  # of the target's stages, each as a number of layers; empty if it is not cut
+    stage_devices: Sequence[str] = ()  # of the stages; empty if all are on `device`
 
     def result(self, backend: Backend, version: str, device: str, **fields: Any) -> Build:
         """Return the manifest's `Build`, without measurements.
@@ -194,7 +183,7 @@ class BuildSpec:
             return []
         from outrider.backends.rewriting.parts import stages_of
 
-        return stages_of(self.source, self.ends, device)
+        return stages_of(self.source, self.ends, self.stage_devices or [device])
 
     def copy_except(self, engines: Iterable[str], folder: Path, progress: Progress, *, growth: int = 1) -> None:
         """Check every file of the export, and copy into `folder` all but the files of these `ENGINES`.
@@ -232,6 +221,7 @@ class Backend(ABC):
     name: str  # in `--backend` and in the manifest
     extra: str | None = None  # outrider's extra that installs the backend's package
     devices: tuple[str, ...] = ()  # the values of `--device` for building and calibrating
+    numbered: tuple[str, ...] = ()  # those of `devices` of which a machine may have several: cuda:0, cuda:1
     options: tuple[Option, ...] = ()  # its options of `build-engine`
     cuts = False  # whether it builds and runs targets that are cut into stages
     requires_costs = True  # False if a bundle may be built on a machine that cannot run it, and calibrated later
@@ -262,6 +252,11 @@ class Backend(ABC):
             EngineError: the backend is not installed, or refuses the bundle.
         """
 
+    def has(self, device: str) -> bool:
+        """Return whether stages may run on a device: one of `devices`, or cuda:1."""
+        kind, colon, number = device.partition(":")
+        return kind in self.devices and (not colon or (kind in self.numbered and number.isdecimal()))
+
     @abstractmethod
     def engine_files(self, name: str) -> tuple[str, ...]:
         """Return the paths inside a bundle of the files of one of `ENGINES`."""
@@ -274,6 +269,9 @@ class Backend(ABC):
         """
         if build.stages and not self.cuts:
             raise damaged(f"it has stages, and {self.name} runs none - at `$.build.stages`")
+        for place in {stage.device for stage in build.stages} - {None}:
+            if not self.has(str(place)):
+                raise damaged(f"{self.name} has no device {place!r} for stages - at `$.build.stages`")
         whole = [name for name in manifest.engines if not build.stages_of(name)]
         required = {TOKENIZER, *(file for name in whole for file in self.engine_files(name))}
         required |= {each for stage in build.stages for path in [step_file("target", stage)] for each in (path, path + WEIGHTS)}

@@ -38,10 +38,17 @@ def open_engines(folder: Path, manifest: Manifest, build: Build, device: str | N
     """Return a bundle's engines.
 
     Args:
-        device: one of the backend's `devices`; None is the device that the bundle was built for.
+        device: one of the backend's `devices`, for all engines; None is what the bundle was built for, which may be another
+            device for each stage.
 
     Raises:
         UsageError: the backend does not run on that device.
         EngineError: the backend is unknown, not installed, or does not run here.
     """
-    return registry.get(build.backend).open(folder, manifest, build, device)
+    backend = registry.get(build.backend)
+    if device is not None or not build.stages:
+        return backend.open(folder, manifest, build, device)
+    *places, last = [stage.device or build.device for stage in build.stages]
+    engines = backend.open(folder, manifest, build, last)
+    engines.others = {place: backend.open(folder, manifest, build, place) for place in {*places} - {last}}
+    return engines

@@ -28,10 +28,12 @@ class LinkedCosts(RoundCosts):
         """Take a bundle's costs.
 
         Raises:
-            UsageError: its target is not in stages.
+            UsageError: its target is not in stages, or their hops are in its costs.
         """
         if not build.stages:
             raise UsageError("this bundle's target is not in stages, so nothing crosses a link", "leave --link out")
+        if any(stage.device is not None for stage in build.stages):
+            raise UsageError("the costs of this bundle were measured with the copies between its devices", "leave --link out")
         super().__init__(manifest, build)
         self._stages, self._link = build.stages, link
 

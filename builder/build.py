@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from outrider.backends.open import open_bundle, open_engines
 from outrider.builder.acceptance import measure_acceptance
 from outrider.builder.defaults import backends, longest
 from outrider.builder.passes import measure
-from outrider.builder.stages import ends_of
+from outrider.builder.stages import check_devices, ends_of
 from outrider.bundle.folder import digest_all, read_manifest, staged, write_whole
 from outrider.bundle.integrity import check_file, unchanged
 from outrider.bundle.manifest import MANIFEST, Build, Manifest, model_file
@@ -44,6 +44,7 @@ def build_engine(
     device: str | None = None,
     options: Mapping[str, Any] | None = None,
     stages: str | None = None,
+    stage_devices: Sequence[str] = (),
     measured: Build | None = None,
     progress: Progress = SILENT,
 ) -> Manifest:
@@ -59,6 +60,7 @@ def build_engine(
         device: where to measure, one of the backend's `devices`; None is the backend's default.
         options: values for the backend's `options`, by name.
         stages: into how many stages to cut the target, or the layers of each, such as "0-13,14-27"; None does not cut it.
+        stage_devices: of each stage, such as "cuda:1", in place of `device`; empty if all are on one.
         measured: a build to take costs and acceptance from, so that no engine runs; None measures here.
 
     Raises:
@@ -71,8 +73,14 @@ def build_engine(
         raise FolderError(f"{source} is already a bundle", "pass the folder that outrider export wrote")
     capacity = longest(manifest, DEFAULT_CAPACITY) if capacity is None else capacity
     max_prompt_chunk = min(DEFAULT_CHUNK, capacity) if max_prompt_chunk is None else max_prompt_chunk
+    if stage_devices and device is not None:
+        raise UsageError("--device and --stage-device both say where the target runs", "leave --device out")
+    if stage_devices:
+        device = stage_devices[-1].partition(":")[0]
     *preferred, last = _backends(backend, manifest, device)
-    spec = BuildSpec(source, manifest, output, sorted(set(k)), capacity, batch, max_prompt_chunk, device, options)
+    spec = BuildSpec(
+        source, manifest, output, sorted(set(k)), capacity, batch, max_prompt_chunk, device, options, (), stage_devices
+    )
     _check_sizes(spec)
     if stages is not None:
         _check_cuts([*preferred, last])
@@ -80,6 +88,8 @@ def build_engine(
         with unchanged(source) as intact:
             check_file(intact, graph, manifest.files[graph], SILENT)  # before anything in it is believed
             spec = replace(spec, ends=ends_of(stages, intact))
+    if stage_devices:
+        check_devices(stage_devices, spec.ends)
     if measured is not None:
         _check_measured(measured, spec)
     for role, model in manifest.models.items():
@@ -102,6 +112,11 @@ def _build(backend: Backend, spec: BuildSpec, measured: Build | None, progress: 
     """Build for one backend; see `build_engine`."""
     _check_options(backend, spec.options)
     _check_device(backend, spec.device)
+    if wrong := [each for each in spec.stage_devices if not backend.has(each)]:
+        numbers = [f"{kind}:0" for kind in backend.numbered]
+        raise UsageError(
+            f"{backend.name} has no device {wrong[0]!r} for stages", f"use {' or '.join([*backend.devices, *numbers])}"
+        )
     with staged(spec.output) as folder:
         with unchanged(spec.source) as intact:
             build = backend.build(replace(spec, source=intact), folder, progress)
@@ -140,7 +155,8 @@ def calibrate(bundle: Path, progress: Progress = SILENT, device: str | None = No
         manifest, build = open_bundle(folder, progress)
         if device is not None:
             _check_device(registry.get(build.backend), device)
-            build = msgspec.structs.replace(build, device=device)
+            stages = [msgspec.structs.replace(stage, device=None) for stage in build.stages]
+            build = msgspec.structs.replace(build, device=device, stages=stages)
         sealed = msgspec.structs.replace(manifest, build=_measured(folder, manifest, build, progress, quickly=False))
     write_whole(folder / MANIFEST, sealed.encode())
     return sealed

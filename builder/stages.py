@@ -51,6 +51,19 @@ def ends_of(wanted: str, export: Path) -> list[int]:
     return [ends[index - 1] for index in balanced([weights_of(part) for part in cut(model, ends)], stages)]
 
 
+def check_devices(devices: Sequence[str], ends: Sequence[int]) -> None:
+    """Check that there is a device for each stage.
+
+    Raises:
+        UsageError: there is not.
+    """
+    if len(devices) != len(ends):
+        raise UsageError(
+            f"--stage-device names {len(devices)} devices, and the target has {len(ends) or 'no'} stages",
+            "name one for each: --stages 2 --stage-device cuda:0,cuda:1",
+        )
+
+
 def balanced(sizes: Sequence[int], stages: int) -> list[int]:
     """Return the ends of the stages that keep the largest stage as small as possible.
 

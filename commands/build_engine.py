@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from outrider.backends import registry
-from outrider.backends.base import Option
+from outrider.backends.option import Option
 from outrider.commands.options import GroupedCommand, GroupedOption, Registered, backend, sizes
 from outrider.commands.output import bundle_table, console, costs_note, print_json, progress_bar
 
@@ -19,7 +19,13 @@ DEVICES = {name: registry.get(name).devices for name in registry.names() if regi
 
 def _words(_: click.Context, __: click.Parameter, text: str | None) -> tuple[str, ...] | None:
     """Parse words separated by commas (click callback)."""
-    return None if text is None else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    return None if text is None else tuple(part.strip() for part in text.split(","))
+
+
+def _different_words(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[str, ...] | None:
+    """Do the same, but drop repetitions (click callback)."""
+    words = _words(context, parameter, text)
+    return None if words is None else tuple(dict.fromkeys(words))
 
 
 def _click_option(option: Option, owners: list[str]) -> Callable[[Any], Any]:
@@ -28,7 +34,7 @@ def _click_option(option: Option, owners: list[str]) -> Callable[[Any], Any]:
     if option.type is bool:
         keywords = {"is_flag": True, "default": None}
     elif option.type is tuple:
-        keywords = {"callback": _words}
+        keywords = {"callback": _different_words}
     elif option.type is Path:
         keywords = {"type": click.Path(dir_okay=False)}
     group = f"{'Backends' if len(owners) > 1 else 'Backend'} {' and '.join(owners)}"
@@ -105,6 +111,16 @@ def _backend_options(command: Any) -> Any:
     help="Cut the target into this many stages of about equal size, or into these layers: 0-13,14-27.",
 )
 @click.option(
+    "--stage-device",
+    "stage_devices",
+    cls=GroupedOption,
+    group=ENGINES,
+    callback=_words,
+    metavar="DEVICE,...",
+    help="The device of each stage, all with one backend: cuda:0,cuda:1. Drafts run on that of the last stage.  [default:"
+    " --device, for all of them]",
+)
+@click.option(
     "--costs",
     cls=GroupedOption,
     group=ENGINES,
@@ -125,6 +141,7 @@ def command(
     max_prompt_chunk: int | None,
     device: str | None,
     stages: str | None,
+    stage_devices: tuple[str, ...] | None,
     costs: Path | None,
     as_json: bool,
     **options: Any,
@@ -148,6 +165,7 @@ def command(
             max_prompt_chunk=max_prompt_chunk,
             device=device,
             stages=stages,
+            stage_devices=stage_devices or (),
             options={name: value for name, value in options.items() if value is not None},
             measured=measured,
             progress=progress,

@@ -231,6 +231,7 @@ def _add_build(table: Any, manifest: Manifest, build: Build) -> None:
     for number, stage in enumerate(build.stages, 1):
         cache = sum(cache_bytes(manifest.models["target"], build.capacity, build.k, reads_features=False, stage=stage))
         cell = f"{stage.bytes:,} bytes of weights, {cache:,} bytes of cache per sequence"
+        cell += "" if stage.device is None else f", on {stage.device}"
         table.add_row("stage {}, layers {}-{}".format(number, *stage.layers), cell)
     table.add_row("max prompt chunk", str(build.max_prompt_chunk))
     table.add_row("windows", ", ".join(str(window) for window in build.windows))

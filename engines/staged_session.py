@@ -31,10 +31,11 @@ def boundary_buffers(device: Device, tensors: Iterable[Tensor], sizes: Sizes) ->
     return {name: device.zeros(*each, "what stages pass on") for name, each in boundary_layout(tensors, sizes).items()}
 
 
-def check_stages(device: Device, stages: Iterable[Stage], precision: str, whole: Sizes) -> None:
-    """Check that the caches of all stages, and what they pass on, fit together before the first of them is opened.
+def check_stages(devices: Sequence[Device], stages: Sequence[Stage], precision: str, whole: Sizes) -> None:
+    """Check that the caches of all stages on a device, and what they pass on, fit together before one of them is opened.
 
     Args:
+        devices: of the stages.
         precision: key of `PRECISIONS`.
         whole: the sizes of the whole model.
 
@@ -42,20 +43,29 @@ def check_stages(device: Device, stages: Iterable[Stage], precision: str, whole:
         EngineError: they do not fit.
     """
     own = PRECISIONS[precision].dtype
-    caches = [((whole.batch, *each.sizes(whole.capacity, whole.recent)), each.dtype or own) for each in whole.tensors]
-    passed = boundary_layout((tensor for stage in stages for tensor in stage.gives), whole)
-    check_memory(device, whole, [*caches, *passed.values()])
+    for device in _different(devices):
+        here = [stage for stage, each in zip(stages, devices, strict=True) if each.stream == device.stream]
+        caches = [each for stage in here for each in whole.of(stage).tensors]
+        sizes = [((whole.batch, *each.sizes(whole.capacity, whole.recent)), each.dtype or own) for each in caches]
+        passed = boundary_layout((tensor for stage in here for tensor in (*stage.takes, *stage.gives)), whole)
+        check_memory(device, whole, [*sizes, *passed.values()])
+
+
+def _different(devices: Iterable[Device]) -> list[Device]:
+    """Return one device for each queue of work: all CPUs are the same."""
+    return [*{device.stream: device for device in devices}.values()]
 
 
 class StagedSession(Session):
     """The stages of a model, each a session with the caches of its own layers.
 
     Whoever uses it does not notice the stages. All of them know the same sequences, slots and windows, and this session alone
-    keeps account of recurrent states.
+    keeps account of recurrent states. Its device is that of the last stage, which gives the logits. A pass begins with copies
+    of its inputs to the other devices, and where the next stage is on another device, what it takes is copied there.
     """
 
     def __init__(self, stages: Sequence[Session], sizes: Sequence[Sizes], whole: Sizes):
-        """Allocate what the stages pass on.
+        """Allocate what the stages pass on, and the inputs of a pass on each device.
 
         Args:
             stages: the sessions, in order.
@@ -63,20 +73,61 @@ class StagedSession(Session):
             whole: the sizes of the whole model.
 
         Raises:
-            EngineError: the device has too little memory.
+            EngineError: a device has too little memory.
         """
-        super().__init__(stages[0].device, whole)
+        super().__init__(stages[-1].device, whole)
         self.stages = list(stages)
         self.skips_logits = stages[-1].skips_logits
-        self.recordable = all(stage.recordable for stage in stages)
-        passed = [tensor for each in sizes if each.stage is not None for tensor in each.stage.gives]
-        self._boundary = boundary_buffers(self.device, passed, whole)
+        devices = _different(stage.device for stage in stages)
+        self.recordable = all(stage.recordable for stage in stages) and len(devices) == 1
+        passed = [each.stage for each in sizes if each.stage is not None]
+        self._gives = [stage.gives for stage in passed]
+        self._boundaries = {}  # by stream
+        for device in devices:
+            here = [each for each, stage in zip(passed, stages, strict=True) if stage.device.stream == device.stream]
+            tensors = [tensor for each in here for tensor in (*each.takes, *each.gives)]
+            self._boundaries[device.stream] = boundary_buffers(device, tensors, whole)
+        self._no_logits = {device.stream: device.zeros((1,), "float32", "no logits") for device in devices}
+        lengths = [whole.batch * whole.max_rows, *[whole.batch] * (3 if whole.recurrent else 1)]
+        self._inputs = {  # of passes, on the devices that do not have the caller's
+            device: [device.zeros((length,), "int64", "the inputs of a pass") for length in lengths]
+            for device in devices
+            if device.stream != self.device.stream
+        }
 
     def bind(self, buffers: Pass) -> Launch:
-        count, _, width = buffers.logits.shape
-        last = replace(buffers, boundary=self._boundary)
-        others = replace(last, logits=buffers.logits.part(0, count, 0, width))
-        return in_sequence([*(stage.bind(others) for stage in self.stages[:-1]), self.stages[-1].bind(last)])
+        count, rows = buffers.input_ids.shape
+        passes, launches = {self.device.stream: buffers}, list[Launch]()
+        for device in self._inputs:
+            passes[device.stream], copies = self._pass_on(device, buffers)
+            launches += copies
+        for index, stage in enumerate(self.stages):
+            stream = stage.device.stream
+            of_stage = replace(passes[stream], boundary=self._boundaries[stream])
+            if stage is not self.stages[-1]:
+                of_stage = replace(of_stage, logits=self._no_logits[stream].part(0, count, 0, self.vocab_rows))
+            launches += [stage.bind(of_stage), *self._handing_on(index, count, rows)]
+        return in_sequence(launches)
+
+    def _pass_on(self, device: Device, buffers: Pass) -> tuple[Pass, list[Launch]]:
+        """Return a pass over copies of its inputs on another device, and the launches that copy them there."""
+        given = [buffers.input_ids, buffers.positions, *(buffers.commits or ())]
+        copies = [each.part(0, *one.shape) for each, one in zip(self._inputs[device], given, strict=True)]
+        commits = (copies[2], copies[3]) if buffers.commits else None
+        launches = [device.receive(to, one, self.device) for to, one in zip(copies, given, strict=True)]
+        return replace(buffers, input_ids=copies[0], positions=copies[1], commits=commits), launches
+
+    def _handing_on(self, index: int, count: int, rows: int) -> list[Launch]:
+        """Return the launches after a stage that copy what it gives, if the next one is on another device."""
+        device, following = (self.stages[at].device for at in (index, min(index + 1, len(self.stages) - 1)))
+        if following.stream == device.stream:
+            return []
+        given, taken = self._boundaries[device.stream], self._boundaries[following.stream]
+        layout = pass_layout(self._gives[index], count, FEWEST if count * rows < FEWEST else rows)
+        return [
+            following.receive(taken[name].part(0, *shape), given[name].part(0, *shape), device)
+            for name, (shape, _) in layout.items()
+        ]
 
     def pair_lone_rows(self) -> None:
         for stage in self.stages:

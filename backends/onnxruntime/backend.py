@@ -22,6 +22,7 @@ class OnnxRuntimeBackend(Backend):
     name = "onnxruntime"
     extra = EXTRA
     devices = ("cpu", "cuda")
+    numbered = ("cuda",)
     cuts = True
 
     def build(self, spec: BuildSpec, folder: Path, progress: Progress) -> Build:
@@ -39,7 +40,7 @@ class OnnxRuntimeBackend(Backend):
     def open(self, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
         """Return the graphs, loaded by ONNX Runtime; see `Backend.open`."""
         device = device or build.device
-        if device == "cuda" and any(counts.keys() - {MASK_FREE} for counts in build.rewrites.values()):
+        if device != "cpu" and any(counts.keys() - {MASK_FREE} for counts in build.rewrites.values()):
             raise UsageError("this bundle's graphs are fused for the CPU", "build the export again with --device cuda")
         import_package("onnxruntime", EXTRA)
         from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
@@ -66,8 +67,8 @@ def _check_block(target: Model) -> None:
 def _device(name: str) -> Device:
     if name == "cpu":
         return Cpu()
-    if name == "cuda":
-        from outrider.engines.cuda import Cuda
+    if not OnnxRuntimeBackend().has(name):
+        raise UsageError(f"there is no device {name!r}", "use cpu, cuda, or cuda:1 for the second GPU")
+    from outrider.engines.cuda import Cuda
 
-        return Cuda()
-    raise UsageError(f"there is no device {name!r}", "use cpu or cuda")
+    return Cuda(int(name.partition(":")[2] or 0))

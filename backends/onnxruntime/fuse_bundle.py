@@ -79,6 +79,8 @@ def _write_stages(source: Path, folder: Path, manifest: Manifest, build: Build, 
 def _can_fuse(manifest: Manifest, build: Build) -> bool:
     """Return whether graphs of this precision and build are fused here."""
     on_cpu = build.device == "cpu"
+    if len({stage.device == "cpu" for stage in build.stages}) > 1:
+        return False  # what is fused for one kind of device does not run on the other
     precisions = {model.precision for model in manifest.models.values()}
     if on_cpu and ("bf16" in precisions or build.batch > MAX_FUSED):
         return False  # the CPU has no bf16 kernels, which is reported when the engines are opened

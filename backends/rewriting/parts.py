@@ -17,26 +17,26 @@ from outrider.engines.precisions import DTYPES
 WIDE = "float32"
 
 
-def stages_of(export: Path, ends: Sequence[int], device: str) -> list[Stage]:
+def stages_of(export: Path, ends: Sequence[int], devices: Sequence[str]) -> list[Stage]:
     """Return the stages of an export's target.
 
-    On a CPU they pass on fp32: kernels compute in it whatever the model's type, and round only where a stage ends.
+    If one is on a CPU, they pass on fp32: kernels compute in it whatever the model's type, and round only where a stage ends.
 
     Args:
         ends: for each stage, the number of layers in it and in the stages before it; see `cut`.
-        device: that they are built for.
+        devices: that they are built for, one for each, or one for all.
 
     Raises:
         UsageError: later layers read the cache of an earlier one across a cut.
     """
-    stages, first = [], 0
-    for end, model in zip(ends, cut(load(export / model_file("target")), ends), strict=True):
+    stages, first, places = [], 0, devices if len(devices) > 1 else [None] * len(ends)
+    for end, place, model in zip(ends, places, cut(load(export / model_file("target")), ends), strict=True):
         takes, gives = (
-            [_tensor(each, device == "cpu") for each in values if _is_passed(each)]
+            [_tensor(each, "cpu" in devices) for each in values if _is_passed(each)]
             for values in (model.graph.inputs, model.graph.outputs)
         )
         inputs = [str(each.name) for each in model.graph.inputs if not _is_passed(each)]
-        stages.append(Stage((first, end - 1), weights_of(model), inputs, takes, gives))
+        stages.append(Stage((first, end - 1), weights_of(model), inputs, takes, gives, place))
         first = end
     return stages
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from outrider.backends.base import Backend, BuildSpec, Engines, Option, required_rows
+from outrider.backends.base import Backend, BuildSpec, Engines, required_rows
+from outrider.backends.option import Option
 from outrider.backends.tensorrt.job import VERBOSITIES, BuildJob, BuildOptions, EngineFacts
 from outrider.backends.tensorrt.package import RTX, RTX_GPUS, TENSORRT, Package, plan_file
 from outrider.backends.tensorrt.process import build_plan, facts

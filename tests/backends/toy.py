@@ -12,7 +12,8 @@ import onnx
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from outrider.backends.base import Backend, BuildSpec, Engines, GraphEngines, Option
+from outrider.backends.base import Backend, BuildSpec, Engines, GraphEngines
+from outrider.backends.option import Option
 from outrider.bundle.manifest import Build, Manifest, graph_files
 from outrider.engines.contract import Stage
 from outrider.engines.device import Buffer, Cpu, Engine, Launch

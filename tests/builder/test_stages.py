@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from outrider.backends import registry
+from outrider.backends.base import Backend, Engines
+from outrider.backends.onnxruntime.backend import OnnxRuntimeBackend
+from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
+from outrider.backends.open import open_bundle, open_engines
 from outrider.builder.stages import balanced
 from outrider.bundle.folder import read_manifest
-from outrider.tests.support import run_here
+from outrider.bundle.manifest import Build, Manifest
+from outrider.engines.device import Cpu
+from outrider.engines.session import Session
+from outrider.engines.sizes import Sizes
+from outrider.errors import FolderError
+from outrider.tests.support import build, run_here
 
 
 @pytest.mark.parametrize(
@@ -40,6 +52,93 @@ def test_a_backend_without_stages_is_refused(tiny_export: Path, tmp_path: Path) 
     assert done.returncode == 2
     assert "the backend tensorrt-rtx runs no stages" in done.stderr
     assert "--backend onnxruntime or openvino" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--stages", "2", "--stage-device", "cpu"), "names 1 devices, and the target has 2 stages"),
+        (("--stage-device", "cpu,cpu"), "names 2 devices, and the target has no stages"),
+        (("--stages", "2", "--stage-device", "gpu,cpu"), "onnxruntime has no device 'gpu' for stages"),
+        (("--stages", "2", "--stage-device", "cpu:1,cpu"), "onnxruntime has no device 'cpu:1' for stages"),
+        (("--stages", "2", "--stage-device", "cuda:one,cuda:0"), "onnxruntime has no device 'cuda:one' for stages"),
+        (("--stages", "2", "--stage-device", "cpu,cpu", "--device", "cpu"), "--device and --stage-device both say where"),
+    ],
+)
+def test_devices_that_do_not_fit_are_refused(tiny_export: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    done = run_here("build-engine", tiny_export, "-o", tmp_path / "bundle", "--backend", "onnxruntime", *options)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.fixture(scope="module")
+def placed(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose stages are on two GPUs, built without them."""
+    folder = tmp_path_factory.mktemp("placed") / "bundle"
+    return build(tiny_export, folder, stages="2", stage_devices=("cuda:0", "cuda:1"))
+
+
+def test_each_stage_is_opened_on_its_device_and_the_rest_on_the_last_ones(
+    placed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: dict[str | None, Engines] = {}
+
+    def on_cpu(_: Backend, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
+        return opened.setdefault(device, OnnxRuntimeEngines(folder, manifest, build, Cpu()))
+
+    monkeypatch.setattr(OnnxRuntimeBackend, "open", on_cpu)
+    manifest, made = open_bundle(placed)
+    engines = open_engines(placed, manifest, made)
+    assert engines is opened["cuda:1"]
+    assert engines.others == {"cuda:0": opened["cuda:0"]}
+    models: list[Engines] = []
+    model = OnnxRuntimeEngines.model
+
+    def noted(self: OnnxRuntimeEngines, role: str, sizes: Sizes) -> Session:
+        models.append(self)
+        return model(self, role, sizes)
+
+    monkeypatch.setattr(OnnxRuntimeEngines, "model", noted)
+    engines.session("target", 1)
+    assert models == [opened["cuda:0"], opened["cuda:1"]]
+    opened.clear()
+    assert open_engines(placed, manifest, made, "cpu").others == {}  # one device for all, if the user wants one
+    assert [*opened] == ["cpu"]
+
+
+def test_a_bundle_shows_the_devices_of_its_stages_and_forgets_them_with_another_device(placed: Path, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(placed, tmp_path / "bundle"))
+    shown = " ".join(run_here("inspect", bundle).stdout.replace("\u2502", " ").split())
+    assert "per sequence, on cuda:0" in shown
+    assert "on cuda:1" in shown
+    done = run_here("calibrate", bundle, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    made = read_manifest(bundle).build
+    assert made is not None
+    assert (made.device, [stage.device for stage in made.stages]) == ("cpu", [None, None])
+
+
+def test_a_machine_without_the_gpus_says_so(placed: Path) -> None:
+    done = run_here("generate", placed, "--prompt", "a")
+    assert done.returncode == 1
+    assert "no NVIDIA GPU found" in done.stderr or "cuda-bindings cannot be imported" in done.stderr
+    assert run_here("generate", placed, "--prompt", "a", "--max-new-tokens", "3", "--device", "cpu").returncode == 0
+
+
+def test_a_link_is_not_added_to_costs_that_have_it(placed: Path) -> None:
+    done = run_here("plan", placed, "--link", "1", "1")
+    assert done.returncode == 2
+    assert "were measured with the copies between its devices" in done.stderr
+    assert run_here("plan", placed).returncode == 0
+
+
+def test_a_device_that_the_backend_lacks_is_damage(placed: Path) -> None:
+    manifest = read_manifest(placed)
+    assert manifest.build is not None
+    stages = [msgspec.structs.replace(stage, device="gpu") for stage in manifest.build.stages]
+    with pytest.raises(FolderError, match="onnxruntime has no device 'gpu' for stages"):
+        registry.REFERENCE.check(manifest, msgspec.structs.replace(manifest.build, stages=stages))
 
 
 def test_a_bundle_shows_its_stages(tiny_export: Path, tmp_path: Path) -> None:

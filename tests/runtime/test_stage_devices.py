@@ -1,0 +1,133 @@
+"""Stages on several devices of one process, which here only behave as GPUs do: the tokens are those of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from outrider.engines.device import Cpu
+from outrider.engines.staged_session import StagedSession
+from outrider.errors import EngineError
+from outrider.export.pair import export_pair
+from outrider.runtime.generation import Outrider
+from outrider.tests.deferred import deferred
+from outrider.tests.runtime.stages import CAPACITY, CHUNK, SLOTS, K, alone, results, together
+from outrider.tests.support import ROOT, Made, build
+
+HYBRID = str(ROOT / "examples" / "tiny-hybrid" / "target")
+SIZES = {"k": [*K], "capacity": CAPACITY, "batch": SLOTS, "max_prompt_chunk": CHUNK}
+
+
+class Places(NamedTuple):
+    """A target, where it is cut, and the devices of its stages."""
+
+    export: str
+    stages: str
+    devices: tuple[str, ...]
+
+
+PLACES = {
+    "two GPUs": Places("trained head", "2", ("cuda:0", "cuda:1")),
+    "there and back": Places("shipped", "0,1-3,4-5", ("cuda:1", "cuda:0", "cuda:1")),
+    "three GPUs": Places("shipped", "3", ("cuda:0", "cuda:1", "cuda:2")),
+    "the rest on the CPU": Places("trained head", "2", ("cpu", "cuda:0")),
+    "the end on the CPU": Places("shipped", "2", ("cuda:0", "cpu")),
+}
+QUICK = ("two GPUs",)
+Both = tuple[Outrider, Outrider]
+
+
+@pytest.fixture(scope="module")
+def loaded(
+    shipped_export: Path,
+    drafter_exports: Callable[[str, str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Made[Both]:
+    """Each target on one device in one piece, and on several in stages."""
+    folder = tmp_path_factory.mktemp("devices")
+
+    def make(name: str) -> Both:
+        export, stages, devices = PLACES[name]
+        source = shipped_export if export == "shipped" else drafter_exports("fp32", export)
+        whole = build(source, folder / f"{name} whole", device="cuda", **SIZES)
+        staged = build(source, folder / f"{name} staged", stages=stages, stage_devices=devices, **SIZES)
+        return deferred(whole, slots=SLOTS), deferred(staged, slots=SLOTS)
+
+    return Made(make)
+
+
+@pytest.fixture(params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PLACES])
+def both(request: pytest.FixtureRequest, loaded: Made[Both]) -> Both:
+    return loaded[request.param]
+
+
+def staged_devices(outrider: Outrider) -> list[str | None]:
+    return [stage.device for stage in outrider.build.stages]
+
+
+def test_devices_compute_the_same_bits(both: Both) -> None:
+    """In every pass, and in the caches, also after copies and snapshots."""
+    whole, staged = both
+    session = staged.engines.session("target", SLOTS)
+    assert isinstance(session, StagedSession)
+    assert len({stage.device.stream for stage in session.stages}) == len({*staged_devices(staged)}) > 1
+    got, want = ([*map(np.array, results(each))] for each in (session, whole.engines.session("target", SLOTS)))
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_texts_of_several_devices_are_those_of_one(both: Both) -> None:
+    """Greedy and sampled, free and under grammars, alone and together, with each drafter of the bundle."""
+    whole, staged = both
+    want = alone(whole, 0, None, 16)
+    for drafter in staged.drafters:
+        assert alone(staged, 4, drafter, 16) == want, drafter
+    assert alone(staged, "auto", None, 16) == want
+    assert together(staged, "auto") == together(whole, 0)
+
+
+@pytest.mark.slow
+def test_recurrent_layers_on_several_devices(once: Callable[[str, Callable[[Path], object]], Path], tmp_path: Path) -> None:
+    """With n-grams as drafts, of which many are rejected; and a prefix that is read from a snapshot."""
+    export = once("hybrid-fp32", lambda output: export_pair(HYBRID, None, output, precision="fp32"))
+    one = {**SIZES, "batch": 1}
+    whole = deferred(build(export, tmp_path / "whole", device="cuda", **one))
+    staged = deferred(build(export, tmp_path / "staged", stages="0-1,2-3", stage_devices=("cuda:0", "cuda:1"), **one))
+    want = alone(whole, 0, None, 16)
+    for k in (0, 4, "auto"):
+        assert alone(staged, k, None, 16) == want
+    assert together(staged, 4) == together(whole, 0)
+
+
+def test_the_drafts_are_beside_the_last_stage_and_rounds_are_not_recorded(loaded: Made[Both]) -> None:
+    """One recording would have to be of both devices."""
+    whole, staged = loaded[QUICK[0]]
+    for each in (whole, staged):
+        assert alone(each, 4, "head", 16)
+    assert whole.rounds.recorder.recorded
+    assert not staged.rounds.recorder.recorded
+    assert {session.device for session in staged.sessions.values()} == {staged.engines.device}
+    target = staged.sessions["target"]
+    assert isinstance(target, StagedSession)
+    assert target.stages[-1].device is staged.engines.device is not target.stages[0].device
+
+
+def test_each_device_needs_memory_for_its_own_stages_only(loaded: Made[Both], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, staged = loaded[QUICK[0]]
+    layers = whole.manifest.models["target"].layers
+    size = SLOTS * CAPACITY * sum(heads * (key + value) for heads, key, value in layers) * 4
+    width = whole.manifest.models["target"].features
+    assert width is not None
+    features = SLOTS * CAPACITY * width * 4
+    most = size // 2 + features + 100_000  # and what stages pass on
+    assert most < size + features
+    monkeypatch.setattr(Cpu, "memory", lambda _: (most, most))
+    staged.engines.session("target", SLOTS)
+    one = deferred(staged.engines.folder)
+    one.engines.others = {}
+    with pytest.raises(EngineError, match=r"no memory for a cache of 3 x 191 positions: it takes [\d,]+ bytes, and there are"):
+        one.engines.session("target", SLOTS)
