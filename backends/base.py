@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.backends.option import Option
 from outrider.bundle.decoding import damaged
@@ -34,6 +34,9 @@ from outrider.engines.sizes import Sizes
 from outrider.engines.staged_session import StagedSession, check_stages
 from outrider.errors import EngineError, FolderError
 from outrider.progress import Progress
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 
 class Engines(ABC):
@@ -151,6 +154,7 @@ class BuildSpec:
     device: str | None = None  # one of the backend's `devices`
     options: Mapping[str, Any] = field(default_factory=dict)  # the given ones of the backend's `options`
     ends: Sequence[int] = ()  # of the target's stages, each as a number of layers; empty if it is not cut
+    parts: Sequence[ir.Model] = ()  # their graphs
     stage_devices: Sequence[str] = ()  # of the stages; empty if all are on `device`
 
     def result(self, backend: Backend, version: str, device: str, **fields: Any) -> Build:
@@ -174,16 +178,12 @@ class BuildSpec:
         )
 
     def stages(self, device: str) -> list[Stage]:
-        """Return the stages of the target for a device; empty if it is not cut.
-
-        Raises:
-            UsageError: the target cannot be cut there.
-        """
+        """Return the stages of the target for a device; empty if it is not cut."""
         if not self.ends:
             return []
         from outrider.backends.rewriting.parts import stages_of
 
-        return stages_of(self.source, self.ends, self.stage_devices or [device])
+        return stages_of(self.parts, self.ends, self.stage_devices or [device])
 
     def copy_except(self, engines: Iterable[str], folder: Path, progress: Progress, *, growth: int = 1) -> None:
         """Check every file of the export, and copy into `folder` all but the files of these `ENGINES`.

@@ -16,7 +16,7 @@ from outrider.backends.open import open_bundle, open_engines
 from outrider.builder.acceptance import measure_acceptance
 from outrider.builder.defaults import backends, longest
 from outrider.builder.passes import measure
-from outrider.builder.stages import check_devices, ends_of
+from outrider.builder.stages import check_devices, cut_target
 from outrider.bundle.folder import digest_all, read_manifest, staged, write_whole
 from outrider.bundle.integrity import check_file, unchanged
 from outrider.bundle.manifest import MANIFEST, Build, Manifest, model_file
@@ -78,18 +78,18 @@ def build_engine(
     if stage_devices:
         device = stage_devices[-1].partition(":")[0]
     *preferred, last = _backends(backend, manifest, device)
-    spec = BuildSpec(
-        source, manifest, output, sorted(set(k)), capacity, batch, max_prompt_chunk, device, options, (), stage_devices
-    )
+    spec = BuildSpec(source, manifest, output, sorted(set(k)), capacity, batch, max_prompt_chunk, device, options)
     _check_sizes(spec)
     if stages is not None:
         _check_cuts([*preferred, last])
         graph = model_file("target")
         with unchanged(source) as intact:
             check_file(intact, graph, manifest.files[graph], SILENT)  # before anything in it is believed
-            spec = replace(spec, ends=ends_of(stages, intact))
+            cut = cut_target(stages, intact)
+        spec = replace(spec, ends=cut.ends, parts=cut.parts)
     if stage_devices:
         check_devices(stage_devices, spec.ends)
+        spec = replace(spec, stage_devices=stage_devices)
     if measured is not None:
         _check_measured(measured, spec)
     for role, model in manifest.models.items():

@@ -7,16 +7,27 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.bundle.manifest import model_file
 from outrider.errors import EngineError, UsageError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 SPAN = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 EXAMPLE = "use --stages 2, or --stages 0-13,14-27 to name the layers of each stage"
 
 
-def ends_of(wanted: str, export: Path) -> list[int]:
-    """Return the ends of an export's stages, each as the number of layers up to there.
+class Cut(NamedTuple):
+    """A target that is cut into stages, once for a whole build."""
+
+    ends: list[int]  # of the stages, each as the number of layers up to there
+    parts: list[ir.Model]  # the graph of each
+
+
+def cut_target(wanted: str, export: Path) -> Cut:
+    """Cut an export's target.
 
     Args:
         wanted: the number of stages, or the layers of each one, such as 0-13,14-27.
@@ -36,19 +47,21 @@ def ends_of(wanted: str, export: Path) -> list[int]:
     except ImportError as error:
         raise EngineError(f"cannot cut the target: {error}", "pip install 'outrider[build]'") from error
     model = load(export / model_file("target"))
-    count = layers(model)
     if "," in wanted or "-" in wanted:
+        count = layers(model)
         begins = [0, *(last + 1 for _, last in spans)]
         in_order = all(begin == first <= last for begin, (first, last) in zip(begins, spans, strict=False))
         if len(spans) < 2 or not in_order or begins[-1] != count:
             raise UsageError(f"{wanted} are not the layers 0 to {count - 1} in two stages or more, each layer once", EXAMPLE)
-        return [last + 1 for _, last in spans]
+        ends = [last + 1 for _, last in spans]
+        return Cut(ends, cut(model, ends))
     ends = possible_ends(model)
     if not 2 <= (stages := spans[0][0]) <= len(ends):
         more = f", or a number up to {len(ends)}" if len(ends) > 2 else ""
         hint = f"use --stages 2{more}" if len(ends) > 1 else "leave --stages out"
-        raise UsageError(f"a target of {count} layers cannot have {stages} stages", hint)
-    return [ends[index - 1] for index in balanced([weights_of(part) for part in cut(model, ends)], stages)]
+        raise UsageError(f"a target of {ends[-1]} layers cannot have {stages} stages", hint)
+    ends = [ends[index - 1] for index in balanced([weights_of(part) for part in cut(model, ends)], stages)]
+    return Cut(ends, cut(model, ends))
 
 
 def check_devices(devices: Sequence[str], ends: Sequence[int]) -> None:

@@ -35,7 +35,8 @@ class OnnxRuntimeBackend(Backend):
         spec.copy_except(spec.manifest.roles, folder, progress)
         from outrider.backends.onnxruntime.fuse_bundle import fuse_bundle
 
-        return msgspec.structs.replace(build, rewrites=fuse_bundle(spec.source, folder, spec.manifest, build, progress))
+        rewrites = fuse_bundle(spec.source, folder, spec.manifest, build, progress, spec.parts)
+        return msgspec.structs.replace(build, rewrites=rewrites)
 
     def open(self, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
         """Return the graphs, loaded by ONNX Runtime; see `Backend.open`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,15 @@ from outrider.progress import Progress
 MAX_FUSED = 64  # sequences of a batch; each has its own attention nodes in every layer
 
 
-def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, progress: Progress) -> dict[str, dict[str, int]]:
+def fuse_bundle(
+    source: Path, folder: Path, manifest: Manifest, build: Build, progress: Progress, parts: Sequence[Any] = ()
+) -> dict[str, dict[str, int]]:
     """Write graphs to `folder` that use ONNX Runtime's own operators and compute the same as those in `source`.
 
     Graphs that cannot be fused are copied.
+
+    Args:
+        parts: the graphs of the target's stages, if it is cut.
 
     Returns:
         For each rewritten model, how often each rewrite was applied.
@@ -34,7 +40,7 @@ def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, pr
     counts = {}
     for role in manifest.roles if _can_fuse(manifest, build) else ():
         try:
-            counts[role] = _fuse(source, folder, manifest, build, role, progress)
+            counts[role] = _fuse(source, folder, manifest, build, _graphs(source, role, build, parts), role, progress)
         except (MemoryError, OSError):
             raise
         except Exception as error:  # a rewrite may raise anything on a new kind of graph
@@ -52,7 +58,7 @@ def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, pr
             keep_own_weights(source / model_file(role), folder / model_file(role))
             continue
         if build.stages_of(role):
-            _write_stages(source, folder, manifest, build, role, progress)
+            _write_stages(source, folder, manifest, build, _graphs(source, role, build, parts), role, progress)
             continue
         for name in graph_files(role):
             (folder / name).parent.mkdir(exist_ok=True)
@@ -64,11 +70,13 @@ def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, pr
     return counts
 
 
-def _write_stages(source: Path, folder: Path, manifest: Manifest, build: Build, role: str, progress: Progress) -> None:
+def _write_stages(
+    source: Path, folder: Path, manifest: Manifest, build: Build, graphs: Mapping[str, Any], role: str, progress: Progress
+) -> None:
     """Write the stages of a model as they are cut from the export, and compare them with it."""
     from outrider.backends.rewriting.graphs import save
 
-    for name, model in _graphs(source, role, build).items():
+    for name, model in graphs.items():
         (folder / name).parent.mkdir(exist_ok=True)
         save(model, folder / name)
     few = msgspec.structs.replace(build, batch=min(build.batch, 2))  # the caches of all may only fit a GPU
@@ -94,7 +102,9 @@ def _can_fuse(manifest: Manifest, build: Build) -> bool:
     return True
 
 
-def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, role: str, progress: Progress) -> dict[str, int]:
+def _fuse(
+    source: Path, folder: Path, manifest: Manifest, build: Build, graphs: Mapping[str, Any], role: str, progress: Progress
+) -> dict[str, int]:
     """Fuse one model, compare it with the export, and write it to `folder`."""
     from outrider.backends.onnxruntime.fusion.causal import without_masks
     from outrider.backends.onnxruntime.fusion.fuse import fuse
@@ -103,7 +113,7 @@ def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, role: st
     progress.stage(f"fusing the {role}")
     counts: Counter[str] = Counter()
     reasons: list[list[str]] = []
-    for name, model in _graphs(source, role, build).items():
+    for name, model in graphs.items():
         fused, final = folder / "fused" / Path(name).name, folder / "final" / name
         for path in (fused, final):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,12 +145,12 @@ def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, role: st
     return dict(counts)
 
 
-def _graphs(source: Path, role: str, build: Build) -> dict[str, Any]:
+def _graphs(source: Path, role: str, build: Build, parts: Sequence[Any]) -> dict[str, Any]:
     """Return the graphs of a role by their path in a bundle, ready to be rewritten."""
     from outrider.backends.onnxruntime.fusion.sums import begin_with_sums
     from outrider.backends.rewriting.parts import graphs
 
-    made = graphs(source, role, build.stages_of(role))
+    made = graphs(source, role, build.stages_of(role), parts)
     begin_with_sums(made.values())
     return made
 

@@ -44,7 +44,7 @@ class OpenVinoBackend(Backend):
             (folder / model_file(role)).parent.mkdir(exist_ok=True)
             counts: Counter[str] = Counter()
             try:
-                for name, model in graphs(spec.source, role, build.stages_of(role)).items():
+                for name, model in graphs(spec.source, role, build.stages_of(role), spec.parts).items():
                     counts.update(rewrite(model, folder / name))
             except NotExpressible as error:
                 raise EngineError(f"the {role} has {error}, which {self.name} does not support", OTHER_BACKEND) from error

@@ -9,7 +9,6 @@ from pathlib import Path
 import onnx_ir as ir
 
 from outrider.backends.rewriting.graphs import load
-from outrider.backends.rewriting.stages import cut
 from outrider.bundle.manifest import model_file, step_file
 from outrider.engines.contract import BOUNDARY, Stage, Tensor
 from outrider.engines.precisions import DTYPES
@@ -17,20 +16,18 @@ from outrider.engines.precisions import DTYPES
 WIDE = "float32"
 
 
-def stages_of(export: Path, ends: Sequence[int], devices: Sequence[str]) -> list[Stage]:
-    """Return the stages of an export's target.
+def stages_of(parts: Sequence[ir.Model], ends: Sequence[int], devices: Sequence[str]) -> list[Stage]:
+    """Return the stages of a target.
 
     If one is on a CPU, they pass on fp32: kernels compute in it whatever the model's type, and round only where a stage ends.
 
     Args:
-        ends: for each stage, the number of layers in it and in the stages before it; see `cut`.
+        parts: their graphs, from `cut`.
+        ends: for each stage, the number of layers in it and in the stages before it.
         devices: that they are built for, one for each, or one for all.
-
-    Raises:
-        UsageError: later layers read the cache of an earlier one across a cut.
     """
     stages, first, places = [], 0, devices if len(devices) > 1 else [None] * len(ends)
-    for end, place, model in zip(ends, places, cut(load(export / model_file("target")), ends), strict=True):
+    for end, place, model in zip(ends, places, parts, strict=True):
         takes, gives = (
             [_tensor(each, "cpu" in devices) for each in values if _is_passed(each)]
             for values in (model.graph.inputs, model.graph.outputs)
@@ -46,16 +43,16 @@ def weights_of(model: ir.Model) -> int:
     return sum(each.const_value.nbytes for each in model.graph.initializers.values() if each.const_value is not None)
 
 
-def graphs(export: Path, role: str, stages: Sequence[Stage]) -> dict[str, ir.Model]:
+def graphs(export: Path, role: str, stages: Sequence[Stage], parts: Sequence[ir.Model]) -> dict[str, ir.Model]:
     """Return the graphs of one of `ROLES`, ready to be rewritten, by their path in a bundle.
 
     Args:
         stages: what it is cut into; empty for the whole.
+        parts: the graphs of the target's stages, which stay as they are.
     """
-    model = load(export / model_file(role))
     if not stages:
-        return {model_file(role): model}
-    models = cut(model, [stage.layers[1] + 1 for stage in stages])
+        return {model_file(role): load(export / model_file(role))}
+    models = [each.clone() for each in parts]
     for stage, (before, after) in zip(stages, pairwise(models), strict=False):
         for tensor in stage.gives:
             _set_type(before.graph, after.graph, tensor)

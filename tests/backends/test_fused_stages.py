@@ -11,8 +11,10 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from outrider.backends.onnxruntime.fusion import fuse as fusion
 from outrider.backends.rewriting.stages import cut
 from outrider.bundle.folder import read_manifest
+from outrider.bundle.manifest import model_file
 from outrider.engines.contract import BOUNDARY
 from outrider.errors import EngineError
 from outrider.export.pair import export_pair
@@ -44,7 +46,7 @@ def test_a_wrong_cut_is_refused(
     options: dict[str, Any],
     precision: str,
 ) -> None:
-    monkeypatch.setattr("outrider.backends.rewriting.parts.cut", wrong)
+    monkeypatch.setattr("outrider.backends.rewriting.stages.cut", wrong)
     with pytest.raises(EngineError, match="the rewritten target's results would differ by more than") as refused:
         build(trained_exports(precision), tmp_path / "bundle", stages="2", **options)
     assert refused.value.hint.startswith("build the export without --stages")
@@ -59,6 +61,33 @@ def test_stages_that_are_not_fused_compute_the_same(
     assert made is not None
     assert len(made.stages) == 2
     assert "target" not in made.rewrites
+
+
+@pytest.mark.filterwarnings("ignore:the target stays as exported")
+def test_stages_of_which_one_is_not_fused_all_stay_as_they_were_cut(
+    trained_exports: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph is loaded once for the whole build, and what is left of an attempt to fuse it is not written."""
+    fuse, load, loaded = fusion.fuse, ir.load, list[str]()
+
+    def failing(model: ir.Model, path: Path, *rest: Any) -> Any:
+        if path.name == "layers-1-1.onnx":
+            raise RuntimeError("it cannot be fused")
+        return fuse(model, path, *rest)
+
+    def counted(path: Path) -> ir.Model:
+        loaded.append(str(path))
+        return load(path)
+
+    monkeypatch.setattr(fusion, "fuse", failing)
+    monkeypatch.setattr(ir, "load", counted)
+    export = trained_exports("fp32")
+    bundle = build(export, tmp_path / "bundle", stages="2")
+    assert loaded.count(str(export / model_file("target"))) == 1
+    made = read_manifest(bundle).build
+    assert made is not None
+    for name in made.files("target"):
+        assert {node.domain for node in load(bundle / name).graph} == {""}
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("int4", marks=pytest.mark.slow)])
