@@ -248,6 +248,8 @@ class LoadedBundle:
 def _use_ray(engines: Engines, cores: int, device: str | None) -> None:
     if not engines.build.stages:
         raise UsageError("this bundle's target is in one piece", "build it with --stages 2, or leave --stage-cores out")
+    if engines.others:
+        raise UsageError("this bundle's stages are on devices of one process", "use --device cpu, or leave --stage-cores out")
     try:
         from outrider.backends.remote_stages import RayStages
     except ImportError as error:

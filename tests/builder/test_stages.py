@@ -10,6 +10,7 @@ import pytest
 
 from outrider.backends import registry
 from outrider.backends.base import Backend, Engines
+from outrider.backends.comparison import alike
 from outrider.backends.onnxruntime.backend import OnnxRuntimeBackend
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
 from outrider.backends.open import open_bundle, open_engines
@@ -19,7 +20,8 @@ from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.device import Cpu
 from outrider.engines.session import Session
 from outrider.engines.sizes import Sizes
-from outrider.errors import FolderError
+from outrider.errors import FolderError, UsageError
+from outrider.runtime.generation import Outrider
 from outrider.tests.support import build, run_here
 
 
@@ -80,7 +82,7 @@ def placed(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_stage_is_opened_on_its_device_and_the_rest_on_the_last_ones(
-    placed: Path, monkeypatch: pytest.MonkeyPatch
+    placed: Path, tiny_export: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: dict[str | None, Engines] = {}
 
@@ -102,6 +104,13 @@ def test_each_stage_is_opened_on_its_device_and_the_rest_on_the_last_ones(
     monkeypatch.setattr(OnnxRuntimeEngines, "model", noted)
     engines.session("target", 1)
     assert models == [opened["cuda:0"], opened["cuda:1"]]
+    exact, _, unrounded = alike(engines, tiny_export, read_manifest(tiny_export))
+    exact.session("target", 1)
+    assert unrounded
+    assert models[2:] == [exact.others["cuda:0"], exact]
+    assert not {*models[2:]} & {*models[:2]}
+    with pytest.raises(UsageError, match="stages are on devices of one process"):
+        Outrider.load(placed, stage_cores=1)
     opened.clear()
     assert open_engines(placed, manifest, made, "cpu").others == {}  # one device for all, if the user wants one
     assert [*opened] == ["cpu"]

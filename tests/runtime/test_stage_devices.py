@@ -37,7 +37,7 @@ PLACES = {
     "the rest on the CPU": Places("trained head", "2", ("cpu", "cuda:0")),
     "the end on the CPU": Places("shipped", "2", ("cuda:0", "cpu")),
 }
-QUICK = ("two GPUs",)
+QUICK = ("two GPUs", "the rest on the CPU")
 Both = tuple[Outrider, Outrider]
 
 
