@@ -22,7 +22,7 @@ from outrider.engines.session import Session
 from outrider.engines.sizes import Sizes
 from outrider.errors import FolderError, UsageError
 from outrider.runtime.generation import Outrider
-from outrider.tests.support import build, run_here
+from outrider.tests.support import bench_once, build, run_here
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,25 @@ def test_a_device_that_the_backend_lacks_is_damage(placed: Path) -> None:
     stages = [msgspec.structs.replace(stage, device="gpu") for stage in manifest.build.stages]
     with pytest.raises(FolderError, match="onnxruntime has no device 'gpu' for stages"):
         registry.REFERENCE.check(manifest, msgspec.structs.replace(manifest.build, stages=stages))
+
+
+def test_commands_take_a_bundle_in_stages(tiny_export: Path, tmp_path: Path) -> None:
+    bundle = build(tiny_export, tmp_path / "bundle", k=[2], capacity=96, stages="2")
+    before = read_manifest(bundle).build
+    assert bench_once(bundle, "the quick", tmp_path).bundle
+    for arguments in (
+        ("calibrate", bundle),
+        ("plan", bundle, "--link", "0.2", "1", "--rate", "0.7"),
+        ("plan", bundle, "--bench", tmp_path / "report" / "bench.json"),
+        ("generate", bundle, "--prompt", "a", "--max-new-tokens", "4"),
+    ):
+        done = run_here(*arguments)
+        assert done.returncode == 0, (arguments, done.stderr)
+    after = read_manifest(bundle).build
+    assert before is not None
+    assert after is not None
+    assert after.stages == before.stages
+    assert after.costs["target"] != before.costs["target"]
 
 
 def test_a_bundle_shows_its_stages(tiny_export: Path, tmp_path: Path) -> None:
