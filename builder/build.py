@@ -85,7 +85,7 @@ def build_engine(
         graph = model_file("target")
         with unchanged(source) as intact:
             check_file(intact, graph, manifest.files[graph], SILENT)  # before anything in it is believed
-            cut = cut_target(stages, intact)
+            cut = cut_target(stages, intact, {device, *stage_devices} <= {None, "cpu"})
         spec = replace(spec, ends=cut.ends, parts=cut.parts)
     if stage_devices:
         check_devices(stage_devices, spec.ends)

@@ -26,11 +26,12 @@ class Cut(NamedTuple):
     parts: list[ir.Model]  # the graph of each
 
 
-def cut_target(wanted: str, export: Path) -> Cut:
+def cut_target(wanted: str, export: Path, on_cpu: bool) -> Cut:
     """Cut an export's target.
 
     Args:
-        wanted: the number of stages, or the layers of each one, such as 0-13,14-27.
+        wanted: the number of stages, which get about as much memory each, or the layers of each one, such as 0-13,14-27.
+        on_cpu: whether all stages run on a CPU, where a table is mapped from its file and takes hardly any memory.
 
     Raises:
         UsageError: it is neither, or does not fit the target.
@@ -42,7 +43,7 @@ def cut_target(wanted: str, export: Path) -> Cut:
     spans = [(int(each[1]), int(each[2] or each[1])) for each in found if each is not None]
     try:
         from outrider.backends.rewriting.graphs import load
-        from outrider.backends.rewriting.parts import weights_of
+        from outrider.backends.rewriting.parts import weights_of, weights_read
         from outrider.backends.rewriting.stages import cut, layers, possible_ends
     except ImportError as error:
         raise EngineError(f"cannot cut the target: {error}", "pip install 'outrider[build]'") from error
@@ -60,7 +61,8 @@ def cut_target(wanted: str, export: Path) -> Cut:
         more = f", or a number up to {len(ends)}" if len(ends) > 2 else ""
         hint = f"use --stages 2{more}" if len(ends) > 1 else "leave --stages out"
         raise UsageError(f"a target of {ends[-1]} layers cannot have {stages} stages", hint)
-    ends = [ends[index - 1] for index in balanced([weights_of(part) for part in cut(model, ends)], stages)]
+    sizes = [*map(weights_read if on_cpu else weights_of, cut(model, ends))]
+    ends = [ends[index - 1] for index in balanced(sizes, stages)]
     return Cut(ends, cut(model, ends))
 
 
@@ -81,8 +83,7 @@ def balanced(sizes: Sequence[int], stages: int) -> list[int]:
     """Return the ends of the stages that keep the largest stage as small as possible.
 
     Args:
-        sizes: of the parts between places where the target may be cut, in bytes. The embedding is in the first, and the output
-            head in the last.
+        sizes: of the parts between places where the target may be cut, in bytes. The output head is in the last.
 
     Returns:
         The ends as numbers of parts.

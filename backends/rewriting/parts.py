@@ -43,6 +43,14 @@ def weights_of(model: ir.Model) -> int:
     return sum(each.const_value.nbytes for each in model.graph.initializers.values() if each.const_value is not None)
 
 
+def weights_read(model: ir.Model) -> int:
+    """Return the bytes of the weights that a pass reads. Of a table it reads one row a token; the others stay in the file."""
+    tables = {each.inputs[0] for each in model.graph if each.op_type == "Gather"}
+    tables -= {value for each in model.graph if each.op_type != "Gather" for value in each.inputs}
+    stored = (None if each is None else each.const_value for each in tables)
+    return weights_of(model) - sum(each.nbytes for each in stored if each is not None)
+
+
 def graphs(export: Path, role: str, stages: Sequence[Stage], parts: Sequence[ir.Model]) -> dict[str, ir.Model]:
     """Return the graphs of one of `ROLES`, ready to be rewritten, by their path in a bundle.
 

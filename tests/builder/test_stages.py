@@ -14,7 +14,8 @@ from outrider.backends.comparison import alike
 from outrider.backends.onnxruntime.backend import OnnxRuntimeBackend
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
 from outrider.backends.open import open_bundle, open_engines
-from outrider.builder.stages import balanced
+from outrider.backends.rewriting.parts import weights_of, weights_read
+from outrider.builder.stages import balanced, cut_target
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.device import Cpu
@@ -37,6 +38,13 @@ from outrider.tests.support import bench_once, build, run_here
 )
 def test_the_largest_stage_is_as_small_as_it_can_be(sizes: list[int], stages: int, ends: list[int]) -> None:
     assert balanced(sizes, stages) == ends
+
+
+def test_a_pass_reads_all_weights_but_the_embedding(tiny_export: Path) -> None:
+    first, last = cut_target("2", tiny_export, on_cpu=True).parts
+    tables = [each for name, each in first.graph.initializers.items() if "embed" in name]
+    assert weights_of(first) - weights_read(first) == sum(each.const_value.nbytes for each in tables if each.const_value) > 0
+    assert weights_read(last) == weights_of(last)
 
 
 @pytest.mark.parametrize(
