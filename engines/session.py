@@ -43,6 +43,8 @@ class Pass:
     """`pending` and `committed` of a model with recurrent layers, int64 [N], which `Session.advance` writes"""
     boundary: Mapping[str, Buffer] = field(default_factory=dict)
     """for a stage: memory of what stages give each other, by name, for the largest pass"""
+    drafted: Buffer | None = None
+    """int64 [N], the rows after its first one that each sequence needs; may change between runs, see `Session.ragged`"""
 
 
 class Session(ABC):
@@ -53,6 +55,7 @@ class Session(ABC):
 
     skips_logits: bool  # whether it can compute the logits of only the last rows, as many as their buffer holds
     recordable: bool  # whether the device may record its launches
+    ragged: bool = False  # whether it runs only the rows that `Pass.drafted` asks for; the logits of others are undefined then
 
     def __init__(self, device: Device, sizes: Sizes):
         """Allocate the buffers of a pass.

@@ -80,6 +80,7 @@ class StagedSession(Session):
         self.skips_logits = stages[-1].skips_logits
         devices = _different(stage.device for stage in stages)
         self.recordable = all(stage.recordable for stage in stages) and len(devices) == 1
+        self.ragged = len(devices) == 1 and all(stage.ragged for stage in stages)
         passed = [each.stage for each in sizes if each.stage is not None]
         self._gives = [stage.gives for stage in passed]
         self._boundaries = {}  # by stream
@@ -97,6 +98,7 @@ class StagedSession(Session):
 
     def bind(self, buffers: Pass) -> Launch:
         count, rows = buffers.input_ids.shape
+        buffers = replace(buffers, drafted=buffers.drafted if self.ragged else None)
         passes, launches = {self.device.stream: buffers}, list[Launch]()
         for device in self._inputs:
             passes[device.stream], copies = self._pass_on(device, buffers)

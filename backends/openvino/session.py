@@ -6,13 +6,14 @@ attention reads only those that hold the sequence's positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import openvino as ov
+from cachetools import LRUCache
 
 from outrider.backends.base import Engines
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine, create_pool
@@ -30,11 +31,11 @@ from outrider.backends.openvino.names import (
 from outrider.backends.openvino.reader import compiling, failed, shapes, translated
 from outrider.backends.tensors import check_tensors, engine_tensors
 from outrider.bundle.manifest import Build, Manifest, sampler_file, step_file
-from outrider.engines.arrays import Floats
+from outrider.engines.arrays import Floats, Int64s
 from outrider.engines.contract import INPUT_IDS, LOGITS, LOGITS_ROWS, PAST_FEATURES, POSITIONS, ROWS_DIM, sized
 from outrider.engines.device import Buffer, Cpu, Engine, Launch, nothing
 from outrider.engines.precisions import DTYPES
-from outrider.engines.session import Pass, Session
+from outrider.engines.session import MAX_BOUND, Pass, Session
 from outrider.engines.sizes import Sizes, check_memory
 from outrider.engines.staged_session import FEWEST, boundary_buffers
 
@@ -55,6 +56,7 @@ class PagedSession(Session):
 
     skips_logits = True
     recordable = False
+    ragged = True
 
     def __init__(self, compiled: Any, sizes: Sizes):
         """Allocate the cache and the buffers of a pass.
@@ -69,9 +71,8 @@ class PagedSession(Session):
         tensors = [each for each in sizes.tensors if each.past != PAST_FEATURES]
         cache_type = compiled.input(tensors[0].past).get_element_type()
         dtype = _dtype(cache_type)
-        block = int(compiled.input(tensors[0].past).get_partial_shape()[BLOCK_DIM].get_length())
+        block = self._block = int(compiled.input(tensors[0].past).get_partial_shape()[BLOCK_DIM].get_length())
         self._blocks = -(-(sizes.capacity + FEWEST - 1) // block)  # of a slot, with room for the second row
-        self._block = block
         layout = [((sizes.batch * self._blocks, *tensor.sizes(block, 0)), dtype) for tensor in tensors]
         check_memory(device, sizes, layout)
         self._memory = [device.zeros(*each, sizes.cache) for each in layout]  # the memory of the arrays in `_cache`
@@ -84,9 +85,7 @@ class PagedSession(Session):
             self._request = compiled.create_infer_request()
             self._features: npt.NDArray[Any] | None = None  # [B, C, H]
             if sizes.features is not None:
-                self._feature_type = compiled.output(
-                    NEW_FEATURES
-                ).get_element_type()  # a bf16 model's cache may have another type
+                self._feature_type = compiled.output(NEW_FEATURES).get_element_type()  # a bf16 model's cache may have another
                 self._feature_dtype = DTYPES[_dtype(self._feature_type)]
                 self._features = np.zeros((sizes.batch, sizes.capacity, sizes.features), self._feature_dtype.numpy)
             for name, array in self._cache.items():
@@ -101,9 +100,8 @@ class PagedSession(Session):
         ids, positions, features = (self.device.zeros(shape, "int64", "a pass") for shape in ((1, 1), (1,), (1,)))
         logits = self.device.zeros((1, 1, self.vocab_rows), "float32", "a pass")
         passed = boundary_buffers(self.device, self._passed, self._sizes)
-        self.bind(
-            Pass(ids, positions, logits, self.windows[0], 0, features if self.reads_features else None, boundary=passed)
-        )()
+        read = features if self.reads_features else None
+        self.bind(Pass(ids, positions, logits, self.windows[0], feature_positions=read, boundary=passed))()
         self.clear(0)
 
     def share_features(self, target: Session) -> None:
@@ -117,34 +115,48 @@ class PagedSession(Session):
         self._features[:, : features.shape[1]] = self._feature_dtype.encode(features)
 
     def bind(self, buffers: Pass) -> Launch:
-        first, logits, feature_positions = buffers.first, buffers.logits, buffers.feature_positions
         sequences, rows = buffers.input_ids.shape
-        answered = logits.shape[1]
-        alone = sequences * rows < FEWEST
-        ids, starts = buffers.input_ids.view().reshape(-1, 1), buffers.positions.view()
-        output = logits.view().reshape(sequences * answered, 1, self.vocab_rows)
-        tensors, update = self._inputs(sequences, FEWEST if alone else rows, starts, first)
-        total = max(sequences * rows, FEWEST)
+        if buffers.drafted is None:
+            return self._bound(buffers, [rows] * sequences)
+        drafted = buffers.drafted.view()
+        bound: LRUCache[tuple[int, ...], Launch] = LRUCache(MAX_BOUND)
+
+        def launch() -> None:
+            key = tuple(drafted.tolist())
+            if (ready := bound.get(key)) is None:
+                ready = bound[key] = self._bound(buffers, [count + 1 for count in key])
+            ready()
+
+        return launch
+
+    def _bound(self, buffers: Pass, counts: Sequence[int]) -> Launch:
+        """Prepare a pass over the first rows of each sequence, as many as `counts` says."""
+        first, feature_positions, starts = buffers.first, buffers.feature_positions, buffers.positions.view()
+        rows, answered = buffers.input_ids.shape[1], buffers.logits.shape[1]
+        given, output = buffers.input_ids.view().reshape(-1), buffers.logits.view().reshape(-1, 1, self.vocab_rows)
+        sequence, row = _rows(counts)
+        sources, unanswered = sequence * rows + row, rows - answered
+        ids = np.zeros((max(len(row), FEWEST), 1), np.int64)
+        tensors, update = self._inputs([FEWEST] if len(row) < FEWEST else counts, starts, first)
         for each in self._passed:
-            sizes = total, *sized(each.shape[1:], {ROWS_DIM: 1})
+            sizes = len(ids), *sized(each.shape[1:], {ROWS_DIM: 1})
             tensors[each.name] = _typed(buffers.boundary[each.name].part(0, *sizes).view(), self._types[each.name])
-        if alone:
-            given, ids = ids, np.zeros((FEWEST, 1), np.int64)
         tensors[INPUT_IDS] = _tensor(ids)
-        wanted = (np.arange(sequences)[:, None] * rows + np.arange(rows - answered, rows)).reshape(-1)
+        wanted = np.flatnonzero(row >= unanswered)
+        places = sequence[wanted] * answered + row[wanted] - unanswered
+        moves = [(to, at) for at, to in enumerate(places.tolist()) if to != at][::-1]  # to higher places, the last one first
         single = 0 < wanted.size < FEWEST
-        computed = np.empty((FEWEST, 1, self.vocab_rows), np.float32) if single else output
+        computed = np.empty((FEWEST, 1, self.vocab_rows), np.float32) if single else output[: wanted.size]
         tensors[LOGITS_ROWS] = _tensor(np.repeat(wanted, FEWEST) if single else wanted)
         tensors[LOGITS] = _tensor(computed)
         request = self._request
         tensors = {name: tensor for name, tensor in tensors.items() if name in self._types}
-        before, after = self._feature_copies(tensors, sequences, rows, starts, first, feature_positions)
+        before, after = self._feature_copies(tensors, counts, starts, first, feature_positions)
 
         def launch() -> None:
             assert buffers  # keeps their memory alive for as long as the launch
             update()
-            if alone:
-                ids[:] = given
+            ids[: len(row), 0] = given[sources]
             before()
             try:
                 for name, tensor in tensors.items():
@@ -153,13 +165,15 @@ class PagedSession(Session):
             except (RuntimeError, MemoryError) as error:  # without a context manager, which costs microseconds
                 raise failed(error, "failed in a pass") from error
             if single:
-                output[:] = computed[:1]
+                output[:1] = computed[:1]
+            for to, at in moves:
+                output[to] = output[at]
             after()
 
         return launch
 
     def _feature_copies(
-        self, tensors: Tensors, sequences: int, rows: int, starts: npt.NDArray[np.int64], first: int, to: Buffer | None
+        self, tensors: Tensors, counts: Sequence[int], starts: Int64s, first: int, to: Buffer | None
     ) -> tuple[Launch, Launch]:
         """Add the tensors of features to `tensors`, and return launches that load and store features around a pass.
 
@@ -168,52 +182,52 @@ class PagedSession(Session):
         kept = self._features
         if kept is None:
             return nothing, nothing
-        slots, counts = np.arange(first, first + sequences), np.arange(rows)
-        total, width = max(sequences * rows, FEWEST), kept.shape[2]
+        sequence, row = _rows(counts)
+        slots, total, width = first + sequence, max(len(row), FEWEST), kept.shape[2]
         made = np.empty((total, 1, 1, width), kept.dtype)
-        by_row = made[: sequences * rows].reshape(sequences, rows, width)
+        by_row = made[: len(row), 0, 0]
         tensors[NEW_FEATURES] = _typed(made, self._feature_type)
-
         if to is None:
 
             def store() -> None:
-                kept[slots[:, None], starts[:, None] + counts] = by_row
+                kept[slots, starts[sequence] + row] = by_row
 
             return nothing, store
         read, places = np.zeros((total, 1, width), kept.dtype), to.view()
         tensors[READ_FEATURES] = _typed(read, self._feature_type)
+        last = np.cumsum(counts) - 1
 
         def load() -> None:
-            read[: sequences * rows, 0] = kept[slots[:, None], starts[:, None] + counts].reshape(-1, width)
+            read[: len(row), 0] = kept[slots, starts[sequence] + row]
 
         def store_last() -> None:
-            kept[slots, places] = by_row[:, -1]
+            kept[slots[last], places] = by_row[last]
 
         return load, store_last
 
-    def _inputs(
-        self, sequences: int, rows: int, starts: npt.NDArray[np.int64], first: int
-    ) -> tuple[Tensors, Callable[[], None]]:
+    def _inputs(self, counts: Sequence[int], starts: Int64s, first: int) -> tuple[Tensors, Callable[[], None]]:
         """Return the other inputs of a pass, except the rows of logits, and a function that updates them from `starts` [N]."""
-        attended = max(rows, FEWEST)  # rows of attention for each sequence
-        counts, placed = np.arange(rows), np.zeros((sequences, rows), np.int64)
-        past, longest = np.zeros(sequences, np.int32), np.zeros((), np.int32)
-        sequence = np.arange(sequences + 1, dtype=np.int32)
+        sequence, row = _rows(counts)
+        own = np.array(counts)
+        sequences, attended = len(own), np.maximum(own, FEWEST)  # rows of attention for each sequence
+        begins, each = np.zeros(sequences + 1, np.int32), np.arange(sequences + 1, dtype=np.int32)
+        begins[1:] = attended.cumsum()
+        placed, past, longest = np.zeros(len(row), np.int64), np.zeros(sequences, np.int32), np.zeros((), np.int32)
         inputs: dict[str, npt.NDArray[Any]] = {
-            POSITIONS: placed.reshape(-1),
+            POSITIONS: placed,
             PAST_LENS: past,
             MAX_CONTEXT_LEN: longest,
-            SUBSEQUENCE_BEGINS: sequence * attended,
+            SUBSEQUENCE_BEGINS: begins,
             BLOCK_INDICES: np.arange(first * self._blocks, (first + sequences) * self._blocks, dtype=np.int32),
-            BLOCK_INDICES_BEGINS: sequence * self._blocks,
-            ATTENTION_ROWS: np.repeat(np.arange(sequences * rows), attended // rows),
-            ATTENDED_ROWS: (sequence[:-1, None] * attended + counts).reshape(-1),
+            BLOCK_INDICES_BEGINS: each * self._blocks,
+            ATTENTION_ROWS: np.repeat(np.arange(len(row)), (attended // own)[sequence]),
+            ATTENDED_ROWS: begins[sequence] + row,
         }
 
         def update() -> None:
-            np.add(starts[:, None], counts, out=placed)
+            np.add(starts[sequence], row, out=placed)
             past[:] = starts
-            longest[...] = starts.max() + attended
+            longest[...] = (starts + attended).max()
 
         return {name: _tensor(array) for name, array in inputs.items()}, update
 
@@ -284,6 +298,11 @@ class OpenVinoEngines(Engines):
         """Return a sampler in ONNX Runtime, whose TopK and ArgMax take a quarter of OpenVINO's time."""
         inputs, outputs = engine_tensors(self.manifest, name)
         return OnnxRuntimeEngine(self.folder / sampler_file(name), [*inputs, *outputs], self.device)
+
+
+def _rows(counts: Sequence[int]) -> tuple[Int64s, Int64s]:
+    """Return for each row of a pass its sequence, and its place in the sequence, given the sequences' numbers of rows."""
+    return np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(count) for count in counts])
 
 
 def _dtype(kind: Any) -> str:

@@ -163,9 +163,9 @@ class Launches(RoundBuffers):
 
         def make() -> Launch:
             ids = self.inputs.device["input_ids"].part(0, shape.batch, shape.rows)
-            positions = self.inputs.device["positions"].part(0, shape.batch)
+            positions, drafted = (self.inputs.device[name].part(0, shape.batch) for name in ("positions", "drafted_count"))
             logits = self.target_logits.part(0, shape.batch, shape.rows, self.vocab_rows)
-            buffers = Pass(ids, positions, logits, shape.window, shape.first)
+            buffers = Pass(ids, positions, logits, shape.window, shape.first, drafted=drafted)
             if self.target.recurrence is not None:
                 pending, committed = (self.inputs.device[name].part(0, shape.batch) for name in ("pending", "committed"))
                 buffers = replace(buffers, commits=(pending, committed))
@@ -174,8 +174,8 @@ class Launches(RoundBuffers):
                 launches.insert(0, self.device.copy_columns(ids, 1, self.drafted_matrix(shape), 0, shape.drafted))
             return in_sequence(launches)
 
-        drafted = shape.drafted if on_device else 0
-        return self.cached(("target", drafted, shape.rows, shape.window, shape.first, shape.batch), make)
+        copied = shape.drafted if on_device else 0
+        return self.cached(("target", copied, shape.rows, shape.window, shape.first, shape.batch), make)
 
     def _verifier(self, shape: Shape) -> Launch:
         batch, rows = shape.batch, shape.rows

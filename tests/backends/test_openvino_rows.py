@@ -70,6 +70,35 @@ def check_bits(session: Session, same: Callable[[Floats, Floats], None] = np.tes
         same(device.read(last)[0], want[5 - answered : 5])
 
 
+def test_a_pass_runs_only_the_rows_that_its_sequences_need(wide: Path) -> None:
+    """Their bits are those of other passes, in the logits and in the caches."""
+    session, places, most = target(wide), np.array([7, 10, 12]), 4
+    for slot in range(SLOTS):
+        session.write(TEXT[:, :16], np.array([0]), slot)
+    want = [rows(session, at, at + most, np.array([slot]))[0] for slot, at in enumerate(places)]
+    written = session.cache()
+    device = session.device
+    ids, starts, needed = (device.zeros(shape, "int64", "a pass") for shape in ((SLOTS, most), (SLOTS,), (SLOTS,)))
+    logits = device.zeros((SLOTS, most, session.vocab_rows), "float32", "a pass")
+    device.write(ids, np.concatenate([TEXT[:, at : at + most] for at in places]))
+    device.write(starts, places)
+    launch = session.bind(Pass(ids, starts, logits, window=64, drafted=needed))
+    tolerance = 0.1 if read_manifest(wide).models["target"].precision == "bf16" else 0
+    for drafted in ([3, 3, 3], [0, 0, 0], [2, 0, 1], [0, 3, 0], [1, 0, 3], [0, 0, 2], [2, 0, 1]):
+        session.write(np.zeros((SLOTS, most), np.int64), places)
+        device.write(needed, np.array(drafted))
+        launch()
+        for slot, (at, count) in enumerate(zip(places, drafted, strict=True)):
+            got = device.read(logits)[slot, : count + 1]
+            np.testing.assert_allclose(got, want[slot][: count + 1], rtol=0, atol=tolerance)
+            end = at + max(count + 1, 2)  # attention gives a single row a second one
+            for name, cache in session.cache().items():
+                np.testing.assert_allclose(
+                    cache[slot, :, : at + count + 1], written[name][slot, :, : at + count + 1], atol=tolerance
+                )
+                assert (cache[slot, :, end : at + most] != written[name][slot, :, end : at + most]).any((0, 2)).all()
+
+
 def test_the_last_position_of_a_slot_is_its_own(wide: Path) -> None:
     """A single row is joined by a second one, which must not be written into the next slot."""
     session = target(wide)
