@@ -14,7 +14,7 @@ from outrider.runtime.drafters.base import Reading
 from outrider.runtime.policy.adaptive import AdaptivePolicy
 from outrider.runtime.policy.choice import PLAIN, Choice
 from outrider.runtime.policy.early_stop import EarlyStop
-from outrider.runtime.policy.policy import SequenceView
+from outrider.runtime.policy.policy import Policy, SequenceView
 from outrider.runtime.rounds.buffers import Lane, Shape
 from outrider.runtime.rounds.launches import Launches
 from outrider.runtime.rounds.logprobs import Logprobs
@@ -142,7 +142,7 @@ class RandomPolicy(AdaptivePolicy):
     """Chooses at random, but the same in each run. The emitted tokens must not depend on the choices."""
 
     def __init__(self, like: AdaptivePolicy, seed: int = 0):
-        super().__init__(like.times.costs, like.names, like.may_stop)
+        super().__init__(like.times.costs, like.names, like.may_stop, like.ragged)
         self._random = random.Random(seed)
 
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
@@ -151,6 +151,10 @@ class RandomPolicy(AdaptivePolicy):
         return self._random.choice(
             [PLAIN, *(Choice(name, k) for name in (*self.names, *companions()) if name in names for k in sizes)]
         )
+
+    def each(self, choice: Choice, sequences: Sequence[SequenceView]) -> list[Choice]:
+        own = Policy.each(self, choice, sequences)
+        return own if len(own) == 1 else [each._replace(k=self._random.randint(0, each.k)) for each in own]
 
     def reading(self, choice: Choice, sequence: SequenceView) -> Reading | None:
         current, *others = sequence.offers[choice.drafter].readings

@@ -7,3 +7,4 @@ import numpy.typing as npt
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]

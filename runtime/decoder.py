@@ -85,8 +85,8 @@ class Decoder:
         indexes = [each.slot.index for each in active]
         first = min(indexes)
         used = self.slots.between(first, max(indexes))
-        choice, counts, views = self._plan(policy, active, used, most)
-        lanes = self._lanes(choice, active, used, counts)
+        choice, own, views = self._plan(policy, active, used, most)
+        lanes = self._lanes(own, active, used)
         stop = policy.early_stop(choice, views[0]) if len(views) == 1 and choice.drafter in self._on_device else None
         self.slots.synchronize()  # earlier launches must not count towards the time of this round
         started = self.clock()
@@ -147,23 +147,23 @@ class Decoder:
 
     def _plan(
         self, policy: Policy, active: Sequence[Active], used: Sequence[Slot], most: int | None
-    ) -> tuple[Choice, list[int], list[SequenceView]]:
-        """Let the drafter catch up. Return the choice with the smallest sufficient k, each request's number of drafts, and the
-        requests' views after it.
+    ) -> tuple[Choice, list[Choice], list[SequenceView]]:
+        """Let the drafter catch up. Return the choice with the smallest sufficient k, how each request drafts, and the views of
+        the requests after it.
 
         A drafter reads a prompt after the first token of the answer, and in each round for one request.
         """
         views = [each.view for each in active]
         choice = policy.choose(views)
         if not choice.k:
-            return PLAIN, [0] * len(active), views
+            return PLAIN, [PLAIN] * len(active), views
         room = self.target.capacity - max([slot.cached + 1 for slot in used])  # rows that fit after the last confirmed token's
         built = [size for size in self._k if size <= min(choice.k, room)]
         left = max([each.view.remaining for each in active]) - 1
         limit = next((size for size in built if size >= left), built[-1])
-        counts, read = [], False
-        for index, (request, slot, view) in enumerate(active):
-            count, offer = min(limit, view.remaining - 1), view.offers.get(self._drafting(choice, view))
+        own, read = policy.each(choice, views), False
+        for index, ((request, slot, view), (name, count)) in enumerate(zip(active, own, strict=True)):
+            count, offer = min(count, limit, view.remaining - 1), view.offers.get(name)
             if offer is None:
                 count = 0
             elif offer.proposal is not None:
@@ -172,25 +172,20 @@ class Decoder:
                 reading = policy.reading(choice, view)
                 behind = reading is None or reading.pending > 0 or reading.window != offer.window
                 if behind and reading is not None and view.emitted and not read:
-                    drafter, read = self.drafters[choice.drafter], True
+                    drafter, read = self.drafters[name], True
                     self.slots.catch_up(slot, drafter, reading.window, most)
                     offer = Offer(drafter.readings(slot.index, request.tokens), None)
-                    views[index] = view._replace(offers={**view.offers, choice.drafter: offer})
+                    views[index] = view._replace(offers={**view.offers, name: offer})
                     behind = offer.readings[0].pending > 0
                 count = 0 if behind else count
-            counts.append(count)
-        chosen = Choice(choice.drafter, self._size(max(counts))) if any(counts) else PLAIN
-        return chosen, counts, views
+            own[index] = Choice(name, count) if count else PLAIN
+        longest = max(each.k for each in own)
+        return Choice(choice.drafter, self._size(longest)) if longest else PLAIN, own, views
 
-    def _drafting(self, choice: Choice, view: SequenceView) -> str:
-        """Return the drafter of a sequence in a round."""
-        return choice.drafter if choice.drafter in self._on_device else view.proposer(choice.drafter) or NONE
-
-    def _lanes(self, choice: Choice, active: Sequence[Active], used: Sequence[Slot], counts: Sequence[int]) -> list[Lane]:
+    def _lanes(self, own: Sequence[Choice], active: Sequence[Active], used: Sequence[Slot]) -> list[Lane]:
         """Return the lanes of a round, one for each slot from the first to the last in use."""
         lanes, first = [Lane([], None, NONE, 0, [], slot.cached) for slot in used], used[0].index
-        for (request, slot, view), count in zip(active, counts, strict=True):
-            drafter = self._drafting(choice, view) if count else NONE
+        for (request, slot, view), (drafter, count) in zip(active, own, strict=True):
             proposal = view.offers[drafter].proposal if count else None
             proposed = [] if proposal is None else proposal.tokens[:count]
             position = len(request.tokens) - 1

@@ -136,8 +136,8 @@ class LoadedBundle:
 
     def adaptive_policy(self) -> AdaptivePolicy:
         """Return a new adaptive policy."""
-        stopping = self.engines.device.synchronous
-        return AdaptivePolicy(lambda batch: RoundCosts(self.manifest, self.build, batch), self.drafters, stopping)
+        stopping, ragged = self.engines.device.synchronous, self.sessions["target"].ragged
+        return AdaptivePolicy(lambda batch: RoundCosts(self.manifest, self.build, batch), self.drafters, stopping, ragged)
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ accepted if all before it were. The policy takes the choice with the least time 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -16,13 +17,14 @@ from outrider.runtime.drafters.base import Reading
 from outrider.runtime.matching import matching
 from outrider.runtime.policy.acceptance import Acceptance, DraftedBy, Estimates
 from outrider.runtime.policy.choice import NONE, PLAIN, Choice
-from outrider.runtime.policy.costs import expected_tokens
 from outrider.runtime.policy.early_stop import Confidence, EarlyStop, thresholds
 from outrider.runtime.policy.lengths import AnswerLengths
+from outrider.runtime.policy.plans import DraftPlan, Rates, best_plan, emitted
 from outrider.runtime.policy.policy import Observation, Policy, SequenceView
 from outrider.runtime.policy.probes import Probes
 from outrider.runtime.policy.round_costs import RoundCosts
 from outrider.runtime.policy.round_times import RoundTimes, SequenceBatch
+from outrider.runtime.policy.row_shares import row_shares
 from outrider.runtime.rounds.rounds import RoundResult
 
 MEASURED_TOKENS = 20.0  # the weight of the manifest's acceptance: one unusual request must not overrule it
@@ -47,28 +49,21 @@ class Steady(NamedTuple):
 UNKNOWN = Steady(PLAIN, 0.0)
 
 
-class _Plan(NamedTuple):
-    """How a sequence can draft."""
-
-    reading: Reading
-    late: float  # milliseconds to read
-    rate: float  # acceptance
-    saved: float = 0.0  # milliseconds that it will probably save
-
-
 class AdaptivePolicy(Policy):
     """Chooses by the times of rounds here, and by the recent acceptance in these requests and in earlier ones."""
 
-    def __init__(self, costs: Callable[[int], RoundCosts], names: Sequence[str], early_stopping: bool):
+    def __init__(self, costs: Callable[[int], RoundCosts], names: Sequence[str], early_stopping: bool, ragged: bool = False):
         """Choose among the drafters with these names.
 
         Args:
             costs: returns the costs of rounds by their number of sequences.
             early_stopping: whether rounds of one sequence can stop drafting early; they do if draft steps are long.
+            ragged: whether the target's pass leaves out rows that a sequence does not need; see `Session.ragged`.
         """
         self.times = RoundTimes(costs)
         self.names = list(names)
         self.may_stop = early_stopping
+        self.ragged = ragged
         self._on_device = drafters.on_device(names)
         self._on_host = [name for name in (*names, *drafters.companions()) if name not in self._on_device]
         self._history = Estimates(self._first_estimate)
@@ -149,13 +144,15 @@ class AdaptivePolicy(Policy):
             for k in sizes if offered else ():
                 choice = Choice(name, k)
                 time = self.times.round(choice, batch)
-                plans = [(_plan(sequence, options, k, time / batch.size), sequence) for sequence, options in offered]
+                plans = [(best_plan(sequence, options, k, time / batch.size), sequence) for sequence, options in offered]
                 drafting = [(plan, sequence) for plan, sequence in plans if plan.saved >= 0]
                 late = sum([plan.late for plan, _ in drafting])
                 if late:
                     late /= max(sum([sequence.expected for _, sequence in drafting]), 1)
                 rates = [(plan.rate, sequence.remaining - 1, 1) for plan, sequence in drafting]
-                times[choice] = time = time / _emitted(batch.size, rates, k) + late
+                if self.ragged and batch.size > 1:
+                    rates, time = self._shared(choice, rates, batch, least)
+                times[choice] = time = time / emitted(batch.size, rates, k) + late
                 if time < least:
                     best, least = choice, time
         previous = self._steady.choice
@@ -178,12 +175,52 @@ class AdaptivePolicy(Policy):
                     key = proposer, proposal.evidence, min(len(proposal.tokens), sequence.remaining - 1)
                     proposals[key] = proposals.get(key, 0) + 1
             rates = [(self._evident(who, evidence).rate, limit, n) for (who, evidence, limit), n in proposals.items()]
-            some = sum(proposals.values()) < batch.size
-            for choice, time in self._proposal_times[name]:
-                saved = _emitted(batch.size, rates, choice.k) * self._steady.per_token - time
-                if saved > best_saving and not (some and time > most):
+            slow = most if sum(proposals.values()) < batch.size else math.inf
+            choices = self._proposal_times[name]
+            if self.ragged and batch.size > 1:  # the largest k has the best round of all, and what others wait limits its rows
+                longest, time = choices[-1]
+                rates, shared = self._shared(longest, rates, batch, self._steady.per_token)
+                choices, slow = [(longest, time - self.times.round(longest, batch) + shared)], math.inf
+            for choice, time in choices:
+                saved = emitted(batch.size, rates, choice.k) * self._steady.per_token - time
+                if saved > best_saving and time <= slow:
                     best_choice, best_saving = choice, saved
         return best_choice
+
+    def _shared(self, choice: Choice, rates: Rates, batch: SequenceBatch, price: float) -> tuple[Rates, float]:
+        """Return the rates with the tokens that each sequence drafts as limits, and the milliseconds of a round that leaves out
+        all other rows; they are infinite if none drafts."""
+        each = [(rate, limit) for rate, limit, count in rates for _ in range(count)]
+        shares = self._shares(choice, each, batch, price)
+        time = self.times.round(choice, batch, shares) if any(shares) else math.inf
+        return [(rate, share, 1) for (rate, _), share in zip(each, shares, strict=True)], time
+
+    def _shares(self, choice: Choice, rates: Sequence[tuple[float, int]], batch: SequenceBatch, price: float) -> list[int]:
+        """Return how many tokens sequences draft, given the rate of each and the most tokens that it can draft."""
+        limits, costs = [min(choice.k, limit) for _, limit in rates], self.times.more_rows(choice, batch)
+        if choice.drafter in self._on_host and sum([limit > 0 for limit in limits]) < batch.size:
+            costs[costs > (MAX_FOR_OTHERS - 1) * self.times.round(PLAIN, batch)] = math.inf
+        return row_shares([rate for rate, _ in rates], limits, price, costs)
+
+    def each(self, choice: Choice, sequences: Sequence[SequenceView]) -> list[Choice]:
+        own, steady = super().each(choice, sequences), self._steady
+        probe = choice.drafter in self._on_device and choice.drafter != steady.choice.drafter
+        if not self.ragged or probe or len(sequences) == 1:
+            return own
+        rates = [self._rate(each, sequence) for each, sequence in zip(own, sequences, strict=True)]
+        shares = self._shares(choice, rates, self._batch, steady.per_token)
+        return [each._replace(k=share) for each, share in zip(own, shares, strict=True)]
+
+    def _rate(self, choice: Choice, sequence: SequenceView) -> tuple[float, int]:
+        """Return how often the tokens that a sequence drafts are accepted, and the most tokens that it can draft."""
+        offer, limit = sequence.offers.get(choice.drafter), sequence.remaining - 1
+        if offer is None:
+            return 0.0, 0
+        if offer.proposal is not None:
+            return self._evident(choice.drafter, offer.proposal.evidence).rate, min(limit, len(offer.proposal.tokens))
+        share = self.times.round(choice, self._batch) / self._batch.size
+        plan = best_plan(sequence, self._options(choice.drafter, sequence), choice.k, share)
+        return plan.rate, limit if plan.saved >= 0 else 0
 
     def _price_probes(self, batch: SequenceBatch, sizes: list[int]) -> None:
         steady, probes = self._steady, []
@@ -192,7 +229,7 @@ class AdaptivePolicy(Policy):
                 choice = Choice(name, sizes[0])
                 time = self.times.round(choice, batch)
                 offered = [each for each in batch.sequences if name in each.offers]
-                plans = [_plan(each, self._options(name, each), choice.k, time / batch.size) for each in offered]
+                plans = [best_plan(each, self._options(name, each), choice.k, time / batch.size) for each in offered]
                 rate = max([self._history[name, plan.reading.window].optimistic for plan in plans])
                 extra = max(time - batch.size * steady.per_token, 0.0)
                 probes.append((choice, extra + sum([plan.late for plan in plans]), rate))
@@ -200,12 +237,12 @@ class AdaptivePolicy(Policy):
 
     def reading(self, choice: Choice, sequence: SequenceView) -> Reading | None:
         share = self.times.round(choice, self._batch) / self._batch.size
-        plan = _plan(sequence, self._options(choice.drafter, sequence), choice.k, share)
+        plan = best_plan(sequence, self._options(choice.drafter, sequence), choice.k, share)
         if choice != self._steady.choice or self._batch.size == 1:
             return plan.reading  # it was compared at this sequence's price, or is a probe, whose price was paid
         return plan.reading if plan.saved >= 0 else None
 
-    def _options(self, name: str, sequence: SequenceView) -> list[_Plan]:
+    def _options(self, name: str, sequence: SequenceView) -> list[DraftPlan]:
         """Return the ways in which a drafter can draft for a sequence. What they save is not known yet.
 
         A reading that was drafted from holds for the rest of the answer: where the end of a text was not enough, more of it
@@ -214,7 +251,7 @@ class AdaptivePolicy(Policy):
         readings = sequence.offers[name].readings
         if len(readings) > 1 and sequence.acceptance[name, readings[0].window].observed:
             readings = readings[:1]
-        return [_Plan(reading, *self._late_and_rate(name, sequence, reading)) for reading in readings]
+        return [DraftPlan(reading, *self._late_and_rate(name, sequence, reading)) for reading in readings]
 
     def _late_and_rate(self, name: str, sequence: SequenceView, reading: Reading) -> tuple[float, float]:
         """Return the milliseconds that a drafter has to read, and the acceptance to compare it by.
@@ -256,12 +293,12 @@ class AdaptivePolicy(Policy):
             if len(sequences) == 1 and done:
                 self._confidence[name].observe(done[0].confidences, done[0].accepted)
             if name != steady.choice.drafter and all(result.accepted == len(result.drafted) for result in done):
-                emitted = sum(len(result.tokens) for result in done)
-                self._probes.again = name if seen.milliseconds < emitted * steady.per_token else NONE
+                tokens = sum(len(result.tokens) for result in done)
+                self._probes.again = name if seen.milliseconds < tokens * steady.per_token else NONE
         for sequence, result in zip(sequences, seen.results, strict=True):
             if result is not None:
                 self._observe_sequence(sequence, result)
-        self.times.observe(seen, max((len(result.drafted) for result in done), default=0))
+        self.times.observe(seen, [0 if result is None else len(result.drafted) for result in seen.results], self.ragged)
 
     def _observe_sequence(self, sequence: SequenceView, result: RoundResult) -> None:
         offer = sequence.offers.get(result.drafter)
@@ -278,25 +315,3 @@ class AdaptivePolicy(Policy):
                 right = matching(offer.proposal.tokens, result.tokens)
                 self._evident(name, offer.proposal.evidence).observe(shown, right)
                 self._history[name, 0].observe(shown, right)
-
-
-def _plan(sequence: SequenceView, options: list[_Plan], k: int, share: float) -> _Plan:
-    """Return the option that saves the most time, for a sequence whose share of a round is `share`."""
-    if len(options) == 1 and not options[0].late:
-        return options[0]
-    limit, plain = min(k, sequence.remaining - 1), sequence.expected * share
-    saved = [plain * (1 - 1 / expected_tokens(option.rate, limit)) - option.late for option in options]
-    at = max(range(len(options)), key=saved.__getitem__)
-    return options[at]._replace(saved=saved[at])
-
-
-def _emitted(size: int, rates: Sequence[tuple[float, int, int]], k: int) -> float:
-    """Return the expected number of tokens that a round of `size` sequences emits.
-
-    Args:
-        rates: of the sequences that draft: their rate, the most tokens that they can draft, and their number.
-    """
-    tokens = float(size)
-    for rate, limit, count in rates:
-        tokens += count * (expected_tokens(rate, k if k < limit else limit) - 1)
-    return tokens

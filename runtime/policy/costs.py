@@ -64,7 +64,7 @@ class Costs:
         """Return the smallest k, a built one or 0, that has room for `drafted` tokens."""
         return next(k for k in (0, *self.k) if k >= drafted)
 
-    def step(self, role: str, rows: int, end: int) -> float:
+    def step(self, role: str, rows: float, end: int) -> float:
         """Return the time of a model's pass that ends at position `end`, in the smallest window that has room for it. Times
         are interpolated between measured numbers of rows, and extrapolated beyond them."""
         if role not in self._tables:
@@ -75,7 +75,7 @@ class Costs:
         """Return the index of the smallest window with room for position `end`, or else of the last one."""
         return min(bisect_left(self._windows, end), self._last_window)
 
-    def _interpolate(self, name: str, rows: int, window: int) -> float:
+    def _interpolate(self, name: str, rows: float, window: int) -> float:
         xs, ys = self._tables[name][window]
         if rows <= xs[-1]:
             return float(np.interp(rows, xs, ys))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from outrider.runtime import drafters
 from outrider.runtime.drafters.base import Proposal, Reading
 from outrider.runtime.policy.acceptance import Acceptance, DraftedBy
-from outrider.runtime.policy.choice import PLAIN, Choice
+from outrider.runtime.policy.choice import NONE, PLAIN, Choice
 from outrider.runtime.policy.early_stop import EarlyStop
 from outrider.runtime.policy.lengths import AnswerLengths
 from outrider.runtime.rounds.rounds import RoundResult
@@ -78,6 +78,13 @@ class Policy(ABC):
     @abstractmethod
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
         """Return how the next round drafts."""
+
+    def each(self, choice: Choice, sequences: Sequence[SequenceView]) -> list[Choice]:
+        """Return how each sequence drafts in the chosen round: its drafter, and the most tokens. The default is all that the
+        pass has room for."""
+        if drafters.on_device([choice.drafter]):
+            return [choice] * len(sequences)
+        return [choice._replace(drafter=sequence.proposer(choice.drafter) or NONE) for sequence in sequences]
 
     def reading(self, choice: Choice, sequence: SequenceView) -> Reading | None:
         """Return what the chosen drafter, which is on the device, should read of a sequence to draft for it as well; None if

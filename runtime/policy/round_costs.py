@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Self
 
+import numpy as np
+
 from outrider.bundle.manifest import Build, Manifest
+from outrider.engines.arrays import Doubles
 from outrider.runtime import drafters
 from outrider.runtime.policy.costs import Costs
 
 
 class RoundCosts(Costs):
-    """Milliseconds of rounds of `batch` sequences."""
+    """Doubles of rounds of `batch` sequences."""
 
     def __init__(self, manifest: Manifest, build: Build, batch: int = 1):
         super().__init__(manifest, build, batch)
+        self._more_rows: dict[tuple[int, int, int], Doubles] = {}  # by the arguments of `more_rows`, the end as a window
         self._rounds: dict[tuple[str, int, int, int, bool, int], float] = {}  # by the arguments of `round`, the end as a window
 
     def scaled(self, engines: Collection[str], factor: float) -> Self:
         """See `Costs.scaled`."""
         other = super().scaled(engines, factor)
-        other._rounds = {}
+        other._rounds, other._more_rows = {}, {}
         return other
 
     def round(self, drafter: str, drafted: int, k: int, end: int, greedy: bool, begun: int = 0) -> float:
@@ -34,6 +38,14 @@ class RoundCosts(Costs):
                 time += drafters.get(drafter).cost(self, drafted, end, greedy, begun)
             self._rounds[key] = time
         return time
+
+    def more_rows(self, sequences: int, k: int, end: int) -> Doubles:
+        """Return the time that 0, 1, ..., `sequences` x `k` rows add to a pass of one row for each sequence."""
+        key = sequences, k, self.window(end)
+        if key not in self._more_rows:
+            times = [self.step("target", 1 + rows / sequences, end) for rows in range(sequences * k + 1)]
+            self._more_rows[key] = np.maximum.accumulate(np.array(times)) - times[0]
+        return self._more_rows[key]
 
     def catch_up(self, drafter: str, tokens: int, end: int) -> float:
         """Return the time that a drafter takes to process `tokens` pending tokens."""

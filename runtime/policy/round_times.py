@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from outrider.engines.arrays import Doubles
 from outrider.runtime import drafters
 from outrider.runtime.drafters.base import Reading
 from outrider.runtime.policy.choice import Choice
@@ -50,9 +51,19 @@ class RoundTimes:
         self.costs = functools.cache(costs)
         self.pace = Pace()
 
-    def round(self, choice: Choice, batch: SequenceBatch) -> float:
-        """Return the time of a round."""
-        return self._cost(choice, choice.k, batch) * self.pace.ratio(choice, batch.size)
+    def round(self, choice: Choice, batch: SequenceBatch, shares: Sequence[int] | None = None) -> float:
+        """Return the time of a round. `shares` has the drafted tokens of each sequence if the pass leaves out other rows."""
+        cost = self._cost(choice, choice.k, batch) if shares is None else self._ragged(choice, batch, shares)
+        return cost * self.pace.ratio(choice, batch.size)
+
+    def more_rows(self, choice: Choice, batch: SequenceBatch) -> Doubles:
+        """Return the time that 0, 1, ... drafted tokens add to the pass of a round that leaves out other rows."""
+        rows = self.costs(batch.size).more_rows(batch.size, choice.k, batch.end + choice.k)
+        return rows * self.pace.ratio(choice, batch.size)
+
+    def _ragged(self, choice: Choice, batch: SequenceBatch, shares: Sequence[int]) -> float:
+        rows = self.costs(batch.size).more_rows(batch.size, choice.k, batch.end + choice.k)
+        return self._cost(choice, max(shares), batch) - float(rows[-1] - rows[sum(shares)])
 
     def _cost(self, choice: Choice, drafted: int, batch: SequenceBatch, begun: int = 0) -> float:
         return self.costs(batch.size).round(choice.drafter, drafted, choice.k, batch.end + choice.k, batch.greedy, begun)
@@ -87,8 +98,16 @@ class RoundTimes:
             step = kind.cost(costs, 2, batch.end, batch.greedy) - kind.cost(costs, 1, batch.end, batch.greedy)
         return step > LONG_STEP or not costs.measured
 
-    def observe(self, seen: Observation, drafted: int) -> None:
-        """Learn from the time of a round."""
+    def observe(self, seen: Observation, shares: Sequence[int], ragged: bool) -> None:
+        """Learn from the time of a round.
+
+        Args:
+            shares: the drafted tokens of each sequence.
+            ragged: whether the pass left out other rows.
+        """
         batch, choice = SequenceBatch.of(seen.sequences), seen.choice
-        cost = self._cost(choice, drafted if batch.size == 1 else choice.k, batch, seen.begun)
+        if batch.size == 1:
+            cost = self._cost(choice, shares[0], batch, seen.begun)
+        else:
+            cost = self._ragged(choice, batch, shares) if ragged else self._cost(choice, choice.k, batch)
         self.pace.observe(seen.milliseconds / cost, choice, batch.size)

@@ -12,9 +12,9 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from outrider.engines.arrays import Doubles
 from outrider.engines.samplers import BLOCK, SETTINGS
 
-Doubles = npt.NDArray[np.float64]
 TOLERANCE = 2e-4  # relative error of fp32 in a running sum over a whole vocabulary
 
 
