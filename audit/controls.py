@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from outrider.engines.arrays import Floats
-from outrider.runtime.drafters import companions
+from outrider.runtime.drafters import companions, on_device
 from outrider.runtime.drafters.base import Reading
 from outrider.runtime.policy.adaptive import AdaptivePolicy
 from outrider.runtime.policy.choice import PLAIN, Choice
@@ -20,7 +20,7 @@ from outrider.runtime.rounds.launches import Launches
 from outrider.runtime.rounds.logprobs import Logprobs
 from outrider.runtime.rounds.reference import TOLERANCE, Fault, draft, draw, edit, edits_of, excluded, named_settings, verify
 from outrider.runtime.rounds.rounds import RoundResult
-from outrider.runtime.rounds.sampling import ACCEPTING, DRAFTING, DRAWING, SamplingState
+from outrider.runtime.rounds.sampling import ACCEPTING, DRAFTING, DRAWING
 
 CHECKED = 4  # the reference checks every fourth decision
 CLOSE = 1e-4  # the tolerance of a probability in fp32
@@ -40,8 +40,8 @@ class Watch:
     def __call__(self, launches: Launches, shape: Shape, index: int, lane: Lane, result: RoundResult) -> RoundResult:
         sampling = lane.sampling
         assert sampling is not None
-        view = Decision(launches, shape, index, sampling)
-        if launches.on_device(shape) is not None:
+        view = Decision(launches, shape, index, lane)
+        if lane.steps:
             for row in range(len(result.drafted)):
                 if self._check_this():
                     self.disagreed += not any(view.drawn_so(result.drafted, row, each) for each in view.readings())
@@ -73,8 +73,10 @@ class Watch:
 class Decision:
     """The inputs of a round's decision on one lane."""
 
-    def __init__(self, launches: Launches, shape: Shape, index: int, sampling: SamplingState):
-        self._launches, self._shape, self._index, self._sampling = launches, shape, index, sampling
+    def __init__(self, launches: Launches, shape: Shape, index: int, lane: Lane):
+        assert lane.sampling is not None
+        self._launches, self._shape, self._index, self._sampling = launches, shape, index, lane.sampling
+        self._proposed = bool(lane.proposed)
 
     def target_logits(self, rows: int) -> Floats:
         """Return the target's logits [rows, V]."""
@@ -116,7 +118,7 @@ class Decision:
     def readings(self) -> Iterator[dict[str, float]]:
         """Yield the round's settings, and variants with a top_p that fp32 cannot distinguish from theirs."""
         settings = named_settings(self._sampling.settings[0])
-        if self._shape.drafted and self._launches.on_device(self._shape) is None:
+        if self._proposed:
             settings |= {"exact_match": 1.0}
         yield settings
         if settings["top_p"] < 1:
@@ -154,7 +156,13 @@ class RandomPolicy(AdaptivePolicy):
 
     def each(self, choice: Choice, sequences: Sequence[SequenceView]) -> list[Choice]:
         own = Policy.each(self, choice, sequences)
-        return own if len(own) == 1 else [each._replace(k=self._random.randint(0, each.k)) for each in own]
+        if len(own) == 1:
+            return own
+        if self.may_stop or choice.drafter not in on_device([choice.drafter]):  # each has a drafter of its own
+            offers = [[name for name, offer in each.offers.items() if offer.proposal is not None] for each in sequences]
+            names = [self._random.choice([each.drafter, *others]) for each, others in zip(own, offers, strict=True)]
+            own = [each._replace(drafter=name) for each, name in zip(own, names, strict=True)]
+        return [each._replace(k=self._random.randint(0, each.k)) for each in own]
 
     def reading(self, choice: Choice, sequence: SequenceView) -> Reading | None:
         current, *others = sequence.offers[choice.drafter].readings

@@ -86,7 +86,7 @@ class Decoder:
         first = min(indexes)
         used = self.slots.between(first, max(indexes))
         choice, own, views = self._plan(policy, active, used, most)
-        lanes = self._lanes(own, active, used)
+        lanes = self._lanes(choice, own, active, used)
         stop = policy.early_stop(choice, views[0]) if len(views) == 1 and choice.drafter in self._on_device else None
         self.slots.synchronize()  # earlier launches must not count towards the time of this round
         started = self.clock()
@@ -180,16 +180,19 @@ class Decoder:
                 count = 0 if behind else count
             own[index] = Choice(name, count) if count else PLAIN
         longest = max(each.k for each in own)
-        return Choice(choice.drafter, self._size(longest)) if longest else PLAIN, own, views
+        if not longest:
+            return PLAIN, own, views
+        names = [each.drafter for each in own if each.k]
+        return Choice(choice.drafter if choice.drafter in names else names[0], self._size(longest)), own, views
 
-    def _lanes(self, own: Sequence[Choice], active: Sequence[Active], used: Sequence[Slot]) -> list[Lane]:
+    def _lanes(self, choice: Choice, own: Sequence[Choice], active: Sequence[Active], used: Sequence[Slot]) -> list[Lane]:
         """Return the lanes of a round, one for each slot from the first to the last in use."""
         lanes, first = [Lane([], None, NONE, 0, [], slot.cached) for slot in used], used[0].index
+        on_device = self._on_device.get(choice.drafter)
         for (request, slot, view), (drafter, count) in zip(active, own, strict=True):
             proposal = view.offers[drafter].proposal if count else None
             proposed = [] if proposal is None else proposal.tokens[:count]
             position = len(request.tokens) - 1
-            on_device = self._on_device.get(drafter)
             missing = 0 if on_device is None else on_device.missing(slot.index, request.tokens)
             at = slot.index - first
             lanes[at] = Lane(request.tokens, request.sampling, drafter, count, proposed, position, missing)
@@ -198,7 +201,8 @@ class Decoder:
     def _commit(self, choice: Choice, request: Request, slot: Slot, result: RoundResult) -> None:
         request.sampling.advance(result.tokens)
         if choice.drafter in self.drafters:
-            self.drafters[choice.drafter].commit(slot.index, request.tokens, result.drafted)
+            drafted = result.drafted if result.drafter == choice.drafter else []
+            self.drafters[choice.drafter].commit(slot.index, request.tokens, drafted)
         request.tokens += result.tokens
         slot.cached, slot.finite = len(request.tokens) - 1, True
 

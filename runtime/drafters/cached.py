@@ -34,6 +34,7 @@ class CachedDrafter(DeviceDrafter):
         # By slot: the token of each cache entry, confirmed or drafted, and how many entries are known to be confirmed.
         self._written: list[list[int]] = [[] for _ in range(resources.slots)]
         self._agreed = [0] * resources.slots
+        self._current = [False] * resources.slots  # whether the last round's first step wrote all that was missing
         self._offsets = [0] * resources.slots
         self._windows = [0] * resources.slots  # the windows that slots began with; 0 is all
         self._contexts = self.contexts(resources.k)
@@ -148,7 +149,7 @@ class CachedDrafter(DeviceDrafter):
             self._written[slot] += chunk
 
     def commit(self, slot: int, tokens: list[int], drafted: list[int]) -> None:
-        if drafted:
+        if drafted or self._current[slot]:
             at = self._agreed[slot]
             self._written[slot][at:] = [*tokens[self.shift + self._offsets[slot] + at :], *self._kept(drafted)]
         else:  # entries that the round wrote for this slot belong to no token

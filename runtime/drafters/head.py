@@ -43,7 +43,7 @@ class HeadDrafter(StepDrafter):
         for step in range(shape.drafted):
             places = host[self._tensor("next feature", step)]
             for index, lane in enumerate(lanes):
-                places[index] = len(lane.tokens) - self.shift + step if lane.k else self._session.spare_feature
+                places[index] = len(lane.tokens) - self.shift + step if lane.steps else self._session.spare_feature
 
     def _feature_positions(self, row: int, shape: Shape) -> Buffer:
         return self._buffers.inputs.device[self._tensor("next feature", row)].part(0, shape.batch)

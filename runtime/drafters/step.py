@@ -29,7 +29,7 @@ class StepDrafter(CachedDrafter):
         return []
 
     def context_rows(self, lanes: Sequence[Lane]) -> int:
-        needed = max([lane.missing for lane in lanes if lane.k])
+        needed = max([lane.missing for lane in lanes if lane.steps])
         return next(rows for rows in self._contexts if rows >= needed)
 
     def layout(self, batch: int, max_k: int) -> Layout:
@@ -83,14 +83,14 @@ class StepDrafter(CachedDrafter):
                 start = min(len(written), self._session.capacity - max(rows, context + drafted - 1))
                 self._keep(shape.first + index, start)
             else:
-                tokens = lane.tokens
+                tokens, slot = lane.tokens, shape.first + index
+                self._current[slot] = lane.missing <= context
                 # A batched sequence that drafts nothing may be shorter than the context.
-                begin = self.shift + self._offsets[shape.first + index]
+                begin = self.shift + self._offsets[slot]
                 start = max(len(tokens) - begin - context, 0)
                 given = tokens[begin + start : begin + start + context]
                 read = [*self.context_ids(given), *self._after_context(tokens[-1], drafted)]
-                ids[index, : len(read)] = read
-                ids[index, len(read) :] = 0
+                ids[index] = [*read, *[0] * (rows - len(read))]
                 if not shape.greedy:
                     uniforms = sampling.uniforms(sampling.emitted, drafted)[:, DRAWING if sampling.exact else DRAFTING]
                     for step in range(drafted):

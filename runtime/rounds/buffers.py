@@ -28,11 +28,16 @@ class Lane(NamedTuple):
 
     tokens: list[int]  # the confirmed ones
     sampling: SamplingState | None  # None for a padding lane
-    drafter: str  # in a round of proposals, lanes may have different drafters
+    drafter: str  # the round's drafter on the device, or one that proposed tokens on the host
     k: int  # tokens to draft
     proposed: list[int]  # the drafted tokens, if they were proposed on the host
     position: int  # the cache entry that the target's first row writes
     missing: int = 0  # confirmed tokens that the drafter on the device has not processed
+
+    @property
+    def steps(self) -> int:
+        """The number of tokens to draft on the device."""
+        return 0 if self.proposed else self.k
 
 
 class Shape(NamedTuple):
@@ -42,7 +47,7 @@ class Shape(NamedTuple):
     batch: int  # lanes, in consecutive slots
     drafter: str
     context: int  # confirmed tokens that the drafter's first step reads
-    drafted: int  # tokens to draft
+    drafted: int  # tokens to draft on the device
     rows: int  # of the target's pass
     window: int
     greedy: bool  # whether its samplers need no settings, random numbers or candidates
@@ -93,22 +98,15 @@ class RoundBuffers:
 
     def __init__(self, device: Device, target: Session, samplers: Mapping[str, Engine], inputs: Sequence[Layout], max_k: int):
         """Allocate the buffers for rounds of up to `max_k` drafted tokens, with the inputs of drafters."""
-        self.device = device
-        self.target = target
+        self.device, self.target = device, target
         self.vocab_rows = target.vocab_rows
         self.max_k = max_k
         self.batch = target.batch
         batch, rows = self.batch, max_k + 1
         one, many = ((batch,), "int64"), ((batch * rows,), "int64")
-        layout: dict[str, tuple[tuple[int, ...], str]] = {
-            "input_ids": many,
-            "proposed": many,
-            "positions": one,
-            "drafted_count": one,
-            "pending": one,
-            "committed": one,
-            "verifying": ((batch * rows * 3,), "float32"),
-        }
+        layout: dict[str, tuple[tuple[int, ...], str]] = {"input_ids": many, "proposed": many}
+        layout |= dict.fromkeys(("positions", "drafted_count", "pending", "committed"), one)
+        layout["verifying"] = (batch * rows * 3,), "float32"
         for each in inputs:
             layout |= each
         self.inputs = Arena(device, layout)

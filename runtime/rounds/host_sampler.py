@@ -56,10 +56,10 @@ def decide_on_host(launches: Launches, row: int, shape: Shape, index: int, lane:
     settings = reference.named_settings(sampling.settings[0])
     edits = reference.edits_of(*sampling.table())
     drafted = drafted_tokens(launches, shape, index)
-    if drafter is None and shape.drafted:
+    if lane.proposed:
         settings |= {"exact_match": 1.0}
     if row == VERIFIER:
-        count = min(lane.k, shape.drafted)
+        count = lane.k
         uniforms = sampling.uniforms(sampling.emitted, count + 1)[:, ACCEPTING.start : DRAWING.stop]
         logits = launches.device.read(launches.target_rows(shape, index, shape.rows)).astype(np.float64)
         q = launches.q(count, shape, index).astype(np.float64)

@@ -29,8 +29,7 @@ class Launches(RoundBuffers):
         self, device: Device, target: Session, samplers: Mapping[str, Engine], drafters: Sequence[DeviceDrafter], max_k: int
     ):
         """Prepare rounds of up to `max_k` drafted tokens."""
-        layouts = [drafter.layout(target.batch, max_k) for drafter in drafters]
-        super().__init__(device, target, samplers, layouts, max_k)
+        super().__init__(device, target, samplers, [drafter.layout(target.batch, max_k) for drafter in drafters], max_k)
         self._drafters = {drafter.name: drafter for drafter in drafters}
         self._sent: list[tuple[object, bool]] = []  # by lane: the table on the device, and whether the rule is exact-match
         self.logprobs = LogprobsRuns(self)
@@ -50,13 +49,12 @@ class Launches(RoundBuffers):
         samplings = [lane.sampling for lane in lanes if lane.sampling is not None]
         greedy = all(sampling.greedy for sampling in samplings)
         tops = [max(sampling.params.logprobs, 1) for sampling in samplings if sampling.params.logprobs is not None]
-        drafted = max(lane.k for lane in lanes)
-        device_drafter = self._drafters.get(drafter)
+        drafted = max(lane.steps for lane in lanes)
         return Shape(
             first,
             len(lanes),
             drafter if drafted else NONE,
-            device_drafter.context_rows(lanes) if device_drafter is not None and drafted else 0,
+            self._drafters[drafter].context_rows(lanes) if drafted else 0,
             drafted,
             rows,
             self.target.window(rows, min(positions), max(positions)),
@@ -89,14 +87,14 @@ class Launches(RoundBuffers):
         host, rows, batch = self.inputs.host, shape.rows, shape.batch
         ids = host["input_ids"][: batch * rows].reshape(batch, rows)
         positions, counts = host["positions"], host["drafted_count"]
-        drafter = self._drafters.get(shape.drafter)
+        drafter, self._lanes = self._drafters.get(shape.drafter), lanes
         for index, (tokens, sampling, _, k, proposed, position, _) in enumerate(lanes):
             positions[index], counts[index] = position, k
             if sampling is None:
                 ids[index] = 0
                 continue
             ids[index, 0] = tokens[-1]
-            if drafter is None and k:
+            if proposed:
                 begin = index * rows
                 ids[index, 1 : 1 + k] = host["proposed"][begin : begin + k] = proposed
             if not shape.greedy:
@@ -115,9 +113,8 @@ class Launches(RoundBuffers):
         Tokens proposed on the host were not drawn from a distribution. Exact-match accepts one if the target draws the same,
         which keeps the target's distribution and accepts as often as possible: with the target's probability of the token.
         """
-        proposed = shape.drafted > 0 and shape.drafter not in self._drafters
         tables = [NO_EDITS if lane.sampling is None else lane.sampling.table() for lane in lanes]
-        exact = [lane.sampling is not None and (proposed or lane.sampling.exact) for lane in lanes]
+        exact = [lane.sampling is not None and (bool(lane.proposed) or lane.sampling.exact) for lane in lanes]
         current: list[tuple[object, bool]] = [*zip(tables, exact, strict=True)]
         if len(current) == len(self._sent) and all(
             table is sent and rule == before for (table, rule), (sent, before) in zip(current, self._sent, strict=True)
@@ -171,11 +168,18 @@ class Launches(RoundBuffers):
                 buffers = replace(buffers, commits=(pending, committed))
             launches = [self.target.bind(buffers)]
             if on_device:
-                launches.insert(0, self.device.copy_columns(ids, 1, self.drafted_matrix(shape), 0, shape.drafted))
+                matrix = self.drafted_matrix(shape)
+                launches.insert(0, self.device.copy_columns(ids, 1, matrix, 0, shape.rows - 1))
+                if self.device.synchronous:  # otherwise all lanes draft on the device
+                    launches.insert(0, lambda: self._put_proposed(matrix))
             return in_sequence(launches)
 
-        copied = shape.drafted if on_device else 0
-        return self.cached(("target", copied, shape.rows, shape.window, shape.first, shape.batch), make)
+        return self.cached(("target", on_device, shape.rows, shape.window, shape.first, shape.batch), make)
+
+    def _put_proposed(self, matrix: Buffer) -> None:
+        """Replace the drafted tokens of lanes whose tokens were proposed on the host."""
+        for index, lane in enumerate(self._lanes):
+            matrix.view()[index, : len(lane.proposed)] = lane.proposed
 
     def _verifier(self, shape: Shape) -> Launch:
         batch, rows = shape.batch, shape.rows

@@ -13,7 +13,8 @@ from outrider.runtime.rounds.launches import Launches
 def mask_row(launches: Launches, state: RoundState, row: int) -> None:
     """Mask the logits that the sampler of a row reads, in all lanes with a grammar, and note the valid rows. A lane whose masks
     cannot be computed fails."""
-    for index in [index for index in state.rows if index in state.active]:
+    masked = [index for index in state.rows if row == VERIFIER or row < state.lanes[index].steps]
+    for index in [index for index in masked if index in state.active]:
         try:
             state.rows[index] = _mask(launches, row, state.shape, index, state.lanes[index])
         except GrammarError as error:
@@ -34,7 +35,7 @@ def _mask(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) ->
     grammar, device = lane.sampling.grammar, launches.device
     assert grammar is not None
     drafted = drafted_tokens(launches, shape, index)
-    drafted = drafted[: min(lane.k, shape.drafted) if row == VERIFIER else row]
+    drafted = drafted[: lane.k if row == VERIFIER else row]
     masks, rows = grammar.masks(drafted)
     masks = masks[0 if row == VERIFIER else row :]
     if not masks:

@@ -75,7 +75,7 @@ class Rounds:
 
         Args:
             lanes: one for each slot from `first` on.
-            drafter: the drafter of all lanes that draft.
+            drafter: the drafter of the lanes that draft on the device. Others may have proposals on a synchronous device.
             stop: when to stop drafting early; used for one lane on a synchronous device.
 
         Returns:
@@ -94,15 +94,13 @@ class Rounds:
         lane, shape, launches = state.lanes[index], state.shape, self.launches
         if lane.sampling is None:
             return None
-        tokens, count, top = launches.emitted(shape, index), min(lane.k, shape.drafted), lane.sampling.params.logprobs
-        tokens = tokens[: state.rows.get(index)]
+        tokens, top = launches.emitted(shape, index)[: state.rows.get(index)], lane.sampling.params.logprobs
         drafted = lane.proposed
-        if launches.on_device(shape) is not None:
+        if lane.steps:
             begin = index * (launches.max_k + 1)
-            drafted = launches.outputs.host["drafted"][begin : begin + count].tolist()
+            drafted = launches.outputs.host["drafted"][begin : begin + lane.k].tolist()
         logprobs = None if top is None else launches.logprobs.of(shape, index, len(tokens), top)
-        name = lane.drafter if count else NONE
-        result = RoundResult(name, drafted if count else [], tokens, logprobs, state.confidences)
+        result = RoundResult(lane.drafter, drafted, tokens, logprobs, state.confidences)
         return result if self.observer is None else self.observer(launches, shape, index, lane, result)
 
     def _decide(self, state: RoundState) -> None:
@@ -113,6 +111,7 @@ class Rounds:
             row = self.launches.steps(state.shape)[at].row
             if state.stops_with is not None:
                 state.shape = self.launches.shorten(state.shape, row + 1, state.stops_with)
+                state.lanes = [state.lanes[0]._replace(k=row + 1)]
                 state.stop = state.stops_with = None
                 begin = at + 1
             else:

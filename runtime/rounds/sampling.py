@@ -48,7 +48,6 @@ class SamplingState:
         if self._penalized:
             for token in prompt:
                 self._edit(token, "seen", 1)
-
         self.greedy = params.temperature == 0 and not self._edits  # whether it takes the argmax of unchanged logits
 
     def setting(self, name: str) -> float:
