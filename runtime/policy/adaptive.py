@@ -14,10 +14,11 @@ from cachetools import LRUCache
 
 from outrider.runtime import drafters
 from outrider.runtime.drafters.base import Reading
-from outrider.runtime.matching import matching
-from outrider.runtime.policy.acceptance import Acceptance, DraftedBy, Estimates
+from outrider.runtime.policy.acceptance import Estimates
 from outrider.runtime.policy.choice import NONE, PLAIN, Choice
+from outrider.runtime.policy.costs import expected_tokens
 from outrider.runtime.policy.early_stop import Confidence, EarlyStop, thresholds
+from outrider.runtime.policy.learned import OWNERS, LearnedAcceptance
 from outrider.runtime.policy.lengths import AnswerLengths
 from outrider.runtime.policy.plans import DraftPlan, Rates, best_plan, emitted
 from outrider.runtime.policy.policy import Observation, Policy, SequenceView
@@ -25,16 +26,10 @@ from outrider.runtime.policy.probes import Probes
 from outrider.runtime.policy.round_costs import RoundCosts
 from outrider.runtime.policy.round_times import RoundTimes, SequenceBatch
 from outrider.runtime.policy.row_shares import row_shares
-from outrider.runtime.rounds.rounds import RoundResult
 
-MEASURED_TOKENS = 20.0  # the weight of the manifest's acceptance: one unusual request must not overrule it
-PARTIAL, PARTIAL_TOKENS = 0.7, 10.0  # the share of it to assume if the draft reads only the end of a text, and its weight
-REQUEST_MEMORY, REQUEST_WEIGHT = 0.94, 3.0  # of a request's acceptance, and the weight of earlier requests in it
-HISTORY_MEMORY, HISTORY_WEIGHT = 0.99, 2.0  # of earlier requests' acceptance
 STICKY = 0.97  # another choice must promise at most this share of the time per token
 MAX_FOR_OTHERS = 1.25  # plain rounds that a round of proposals may take, if some sequences have none
 REVIEW = 4  # rounds without a drafter on the device after which steady choices are compared again, which takes time
-OWNERS = 1024  # whose answers are learned from
 
 
 class Steady(NamedTuple):
@@ -57,7 +52,8 @@ class AdaptivePolicy(Policy):
 
         Args:
             costs: returns the costs of rounds by their number of sequences.
-            early_stopping: whether rounds of one sequence can stop drafting early; they do if draft steps are long.
+            early_stopping: whether the host can change a running round: that of one sequence can stop drafting early, which it
+                does if draft steps are long, and in one of several, some can have proposals in place of the draft's tokens.
             ragged: whether the target's pass leaves out rows that a sequence does not need; see `Session.ragged`.
         """
         self.times = RoundTimes(costs)
@@ -66,9 +62,8 @@ class AdaptivePolicy(Policy):
         self.ragged = ragged
         self._on_device = drafters.on_device(names)
         self._on_host = [name for name in (*names, *drafters.companions()) if name not in self._on_device]
-        self._history = Estimates(self._first_estimate)
+        self._learned = LearnedAcceptance(names, self.times.costs(1).acceptance)
         self._lengths: LRUCache[Hashable, AnswerLengths] = LRUCache(OWNERS)
-        self._by_evidence: LRUCache[tuple[str, Hashable], Acceptance] = LRUCache(4 * OWNERS)
         self._confidence = {name: Confidence() for name in self._on_device}
         self._batch = SequenceBatch((), 0, 0, 0, True, True)  # of the last round
         self._steady = UNKNOWN
@@ -77,19 +72,8 @@ class AdaptivePolicy(Policy):
         self._proposal_times: dict[str, list[tuple[Choice, float]]] = {}  # milliseconds of rounds, by drafter
         self._probes = Probes()
 
-    def _first_estimate(self, drafted_by: DraftedBy) -> Acceptance:
-        """Return the estimate for requests before any was seen."""
-        name, window = drafted_by
-        prior, measured = drafters.get(name).prior, self.times.costs(1).acceptance.get(name)
-        estimate = Acceptance(prior, HISTORY_MEMORY, HISTORY_WEIGHT)
-        if window:
-            estimate.recall(PARTIAL * (prior if measured is None else measured), PARTIAL_TOKENS)
-        elif measured is not None:
-            estimate.recall(measured, MEASURED_TOKENS)
-        return estimate
-
     def begin(self) -> Estimates:
-        return Estimates(lambda drafted_by: Acceptance(self._history[drafted_by], REQUEST_MEMORY, REQUEST_WEIGHT))
+        return self._learned.begin()
 
     def lengths(self, owner: Hashable) -> AnswerLengths:
         return self._lengths.setdefault(owner, AnswerLengths())
@@ -162,8 +146,10 @@ class AdaptivePolicy(Policy):
 
     def _proposed(self, batch: SequenceBatch) -> Choice:
         """Return the host drafter's choice that saves the most time in this round, compared with emitting as many tokens by
-        the steady choice; `PLAIN` if none saves any."""
-        best_choice, best_saving = PLAIN, 0.0
+        the steady choice, with proposals beside it if it drafts; `PLAIN` if none saves any."""
+        best_choice, best_saving, beside = PLAIN, 0.0, self._steady.begins
+        if beside.k and batch.size > 1:
+            best_saving = self._steady.per_token * sum([self._beside(beside, each)[1] for each in batch.sequences])
         most = MAX_FOR_OTHERS * self.times.round(PLAIN, batch)
         for name in self._on_host:
             if not any(name in sequence.offers for sequence in batch.sequences):
@@ -174,7 +160,7 @@ class AdaptivePolicy(Policy):
                 if proposer is not None and (proposal := sequence.offers[proposer].proposal) is not None:
                     key = proposer, proposal.evidence, min(len(proposal.tokens), sequence.remaining - 1)
                     proposals[key] = proposals.get(key, 0) + 1
-            rates = [(self._evident(who, evidence).rate, limit, n) for (who, evidence, limit), n in proposals.items()]
+            rates = [(self._learned.evident(who, evidence).rate, limit, n) for (who, evidence, limit), n in proposals.items()]
             slow = most if sum(proposals.values()) < batch.size else math.inf
             choices = self._proposal_times[name]
             if self.ragged and batch.size > 1:  # the largest k has the best round of all, and what others wait limits its rows
@@ -204,12 +190,38 @@ class AdaptivePolicy(Policy):
 
     def each(self, choice: Choice, sequences: Sequence[SequenceView]) -> list[Choice]:
         own, steady = super().each(choice, sequences), self._steady
-        probe = choice.drafter in self._on_device and choice.drafter != steady.choice.drafter
-        if not self.ragged or probe or len(sequences) == 1:
+        on_device = choice.drafter in self._on_device
+        if len(sequences) == 1 or (on_device and choice.drafter != steady.choice.drafter):  # the second is a probe
+            return own
+        if on_device:
+            own = [self._beside(choice, sequence)[0] for sequence in sequences]
+        if not self.ragged:
             return own
         rates = [self._rate(each, sequence) for each, sequence in zip(own, sequences, strict=True)]
         shares = self._shares(choice, rates, self._batch, steady.per_token)
         return [each._replace(k=share) for each, share in zip(own, shares, strict=True)]
+
+    def _beside(self, choice: Choice, sequence: SequenceView) -> tuple[Choice, float]:
+        """Return how a sequence drafts in a round of a drafter on the device: by that, or by a proposal if it gains tokens. A
+        proposal also costs the time in which the drafter reads it later.
+
+        Returns:
+            the choice, and how many tokens it gains.
+        """
+        best, gained = choice, 0.0
+        proposed = [name for name, offer in sequence.offers.items() if offer.proposal is not None]
+        if proposed and self.may_stop:
+            read_later = self.times.upkeep(choice, self._batch) / (self._batch.size * self._steady.per_token)
+            usual = self._tokens(choice, sequence) + read_later
+            for other in [choice._replace(drafter=name) for name in proposed]:
+                gain = self._tokens(other, sequence) - usual
+                if gain > gained:
+                    best, gained = other, gain
+        return best, gained
+
+    def _tokens(self, choice: Choice, sequence: SequenceView) -> float:
+        rate, limit = self._rate(choice, sequence)
+        return expected_tokens(rate, min(limit, choice.k))
 
     def _rate(self, choice: Choice, sequence: SequenceView) -> tuple[float, int]:
         """Return how often the tokens that a sequence drafts are accepted, and the most tokens that it can draft."""
@@ -217,7 +229,7 @@ class AdaptivePolicy(Policy):
         if offer is None:
             return 0.0, 0
         if offer.proposal is not None:
-            return self._evident(choice.drafter, offer.proposal.evidence).rate, min(limit, len(offer.proposal.tokens))
+            return self._learned.evident(choice.drafter, offer.proposal.evidence).rate, min(limit, len(offer.proposal.tokens))
         share = self.times.round(choice, self._batch) / self._batch.size
         plan = best_plan(sequence, self._options(choice.drafter, sequence), choice.k, share)
         return plan.rate, limit if plan.saved >= 0 else 0
@@ -230,7 +242,7 @@ class AdaptivePolicy(Policy):
                 time = self.times.round(choice, batch)
                 offered = [each for each in batch.sequences if name in each.offers]
                 plans = [best_plan(each, self._options(name, each), choice.k, time / batch.size) for each in offered]
-                rate = max([self._history[name, plan.reading.window].optimistic for plan in plans])
+                rate = max([self._learned.history[name, plan.reading.window].optimistic for plan in plans])
                 extra = max(time - batch.size * steady.per_token, 0.0)
                 probes.append((choice, extra + sum([plan.late for plan in plans]), rate))
         self._probes.price(self.times.round(steady.choice, batch), probes, drafting=steady.choice.k > 0)
@@ -267,12 +279,6 @@ class AdaptivePolicy(Policy):
         dear = late > self.times.round(PLAIN, self._batch) / self._batch.size
         return late, acceptance.cautious if dear else acceptance.upper_estimate
 
-    def _evident(self, name: str, evidence: Hashable) -> Acceptance:
-        """Return the acceptance of a drafter's proposals with this evidence."""
-        if (name, evidence) not in self._by_evidence:
-            self._by_evidence[name, evidence] = Acceptance(self._history[name, 0], HISTORY_MEMORY, HISTORY_WEIGHT)
-        return self._by_evidence[name, evidence]
-
     def early_stop(self, choice: Choice, sequence: SequenceView) -> EarlyStop | None:
         steady = self._steady
         return self.stopping_rule(choice, sequence) if steady.stops and choice.drafter == steady.choice.drafter else None
@@ -297,21 +303,5 @@ class AdaptivePolicy(Policy):
                 self._probes.again = name if seen.milliseconds < tokens * steady.per_token else NONE
         for sequence, result in zip(sequences, seen.results, strict=True):
             if result is not None:
-                self._observe_sequence(sequence, result)
-        self.times.observe(seen, [0 if result is None else len(result.drafted) for result in seen.results], self.ragged)
-
-    def _observe_sequence(self, sequence: SequenceView, result: RoundResult) -> None:
-        offer = sequence.offers.get(result.drafter)
-        used = result.drafter, 0 if offer is None else offer.window
-        for drafted_by, acceptance in sequence.acceptance.items():
-            if drafted_by != used:
-                acceptance.fade()
-        if used[0] in self._on_device:
-            for estimate in (sequence.acceptance[used], self._history[used]):
-                estimate.observe(len(result.drafted), result.accepted)
-        for name, offer in sequence.offers.items():  # proposals can be compared even if they were not drafted
-            if offer.proposal is not None:
-                shown = min(len(offer.proposal.tokens), len(result.tokens))
-                right = matching(offer.proposal.tokens, result.tokens)
-                self._evident(name, offer.proposal.evidence).observe(shown, right)
-                self._history[name, 0].observe(shown, right)
+                self._learned.observe(sequence, result)
+        self.times.observe(seen, self.ragged)

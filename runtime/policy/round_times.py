@@ -53,7 +53,7 @@ class RoundTimes:
 
     def round(self, choice: Choice, batch: SequenceBatch, shares: Sequence[int] | None = None) -> float:
         """Return the time of a round. `shares` has the drafted tokens of each sequence if the pass leaves out other rows."""
-        cost = self._cost(choice, choice.k, batch) if shares is None else self._ragged(choice, batch, shares)
+        cost = self._cost(choice, choice.k, batch) if shares is None else self._ragged(choice, batch, shares, max(shares))
         return cost * self.pace.ratio(choice, batch.size)
 
     def more_rows(self, choice: Choice, batch: SequenceBatch) -> Doubles:
@@ -61,9 +61,9 @@ class RoundTimes:
         rows = self.costs(batch.size).more_rows(batch.size, choice.k, batch.end + choice.k)
         return rows * self.pace.ratio(choice, batch.size)
 
-    def _ragged(self, choice: Choice, batch: SequenceBatch, shares: Sequence[int]) -> float:
+    def _ragged(self, choice: Choice, batch: SequenceBatch, shares: Sequence[int], steps: int) -> float:
         rows = self.costs(batch.size).more_rows(batch.size, choice.k, batch.end + choice.k)
-        return self._cost(choice, max(shares), batch) - float(rows[-1] - rows[sum(shares)])
+        return self._cost(choice, steps, batch) - float(rows[-1] - rows[sum(shares)])
 
     def _cost(self, choice: Choice, drafted: int, batch: SequenceBatch, begun: int = 0) -> float:
         return self.costs(batch.size).round(choice.drafter, drafted, choice.k, batch.end + choice.k, batch.greedy, begun)
@@ -98,16 +98,15 @@ class RoundTimes:
             step = kind.cost(costs, 2, batch.end, batch.greedy) - kind.cost(costs, 1, batch.end, batch.greedy)
         return step > LONG_STEP or not costs.measured
 
-    def observe(self, seen: Observation, shares: Sequence[int], ragged: bool) -> None:
-        """Learn from the time of a round.
-
-        Args:
-            shares: the drafted tokens of each sequence.
-            ragged: whether the pass left out other rows.
-        """
+    def observe(self, seen: Observation, ragged: bool) -> None:
+        """Learn from the time of a round. `ragged` says whether the pass of several sequences left out rows."""
         batch, choice = SequenceBatch.of(seen.sequences), seen.choice
+        shares = [0 if result is None else len(result.drafted) for result in seen.results]
+        steps = max(
+            [len(each.drafted) for each in seen.results if each is not None and each.drafter == choice.drafter], default=0
+        )
         if batch.size == 1:
-            cost = self._cost(choice, shares[0], batch, seen.begun)
+            cost = self._cost(choice, steps, batch, seen.begun)
         else:
-            cost = self._ragged(choice, batch, shares) if ragged else self._cost(choice, choice.k, batch)
+            cost = self._ragged(choice, batch, shares, steps) if ragged else self._cost(choice, choice.k, batch)
         self.pace.observe(seen.milliseconds / cost, choice, batch.size)

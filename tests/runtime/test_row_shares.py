@@ -125,3 +125,21 @@ def test_the_proposal_that_is_more_often_right_gets_more_rows() -> None:
         views = [view(policy, matched=each) for each in lengths]
         choice = policy.choose(views)
         assert [each.k for each in policy.each(choice, views)] == shares
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_each_sequence_has_the_drafter_that_is_better_for_it(on_host: bool) -> None:
+    """N-grams that are always right, beside a draft model where the host can put them there, and none that are always wrong."""
+    policy = AdaptivePolicy(lambda _: costs(draft=0.4, row=0.2), [MODEL, NGRAM], on_host, ragged=True)
+    acceptance = [policy.begin() for _ in range(4)]
+    for _ in range(30):
+        for matched, accepted in ((2, 0), (4, 8)):
+            result = RoundResult(NGRAM, [*range(1, 9)], [*range(1, accepted + 1), 99], None)
+            policy.observe(Observation(Choice(NGRAM, 8), [view(policy, matched=matched)], [result], 8.0))
+        observe(policy, PLAIN, view(policy), 0, 0, 6.0)
+    views = [view(policy, matched=matched, acceptance=each) for matched, each in zip((4, 2, 0, 0), acceptance, strict=True)]
+    for each in acceptance:
+        each[MODEL, 0].recall(0.7, 100)
+    choice = policy.choose(views)
+    own = [each.drafter if each.k else NONE for each in policy.each(choice, views)]
+    assert own == ([NGRAM, MODEL, MODEL, MODEL] if on_host else [NGRAM, NONE, NONE, NONE])
