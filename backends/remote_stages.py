@@ -16,7 +16,6 @@ until the bundle is opened again.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from outrider.backends.open import open_engines, read_bundle
 from outrider.bundle.integrity import check_file, unchanged
 from outrider.bundle.manifest import WEIGHTS, Manifest, step_file
 from outrider.engines.arrays import Floats, Int64s
+from outrider.engines.cluster import connect
 from outrider.engines.contract import BATCH_DIM, ROWS_DIM, Tensor, sized
 from outrider.engines.device import Buffer, Cpu, Launch
 from outrider.engines.session import MAX_BOUND, Pass, Session
@@ -282,19 +282,3 @@ class RayStages:
             chain.submit(index, "open", engines.folder, sealed, outrider.__version__, index, batch, self._device)
         chain.wait(OPENING, ROOM)
         return [RemoteStage(chain, index, index + 1 == len(sizes), each) for index, each in enumerate(sizes)]
-
-
-def connect(cores: int) -> None:
-    """Connect to the cluster at `RAY_ADDRESS`, unless this process is part of one, or start one here with `cores` cores.
-
-    Raises:
-        EngineError: the cluster cannot be reached.
-    """
-    if ray.is_initialized():
-        return
-    local = os.environ.get("RAY_ADDRESS", "") in ("", "local")
-    started = {"address": "local", "num_cpus": cores, "include_dashboard": False} if local else {}
-    try:
-        ray.init(**started, log_to_driver=False, logging_level="error")
-    except ConnectionError as error:
-        raise EngineError(f"no Ray cluster: {error}", "start one with ray start, or unset RAY_ADDRESS") from error

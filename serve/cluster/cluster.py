@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import random
 import threading
 import time
@@ -33,6 +32,7 @@ from ray.serve.config import AutoscalingConfig, ControllerOptions, HTTPOptions, 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.serve.schema import ProxyStatus
 
+from outrider.engines.cluster import connect
 from outrider.errors import EngineError, UsageError, reason_of
 from outrider.serve.cluster.ingress import Ingress
 from outrider.serve.cluster.replica import HEALTH_CHECK_PERIOD, Replica, ReplicaRegistry
@@ -141,11 +141,7 @@ def run(settings: Settings, scale: Scale, host: str, port: int, drain: int) -> N
         EngineError: the cluster cannot be reached, or the replicas do not start.
         UsageError: there are too few cores.
     """
-    local = os.environ.get("RAY_ADDRESS", "") in ("", "local")
-    try:
-        ray.init(**({"address": "local", "include_dashboard": False} if local else {}), log_to_driver=False)
-    except ConnectionError as error:
-        raise EngineError(f"no Ray cluster: {error}", "start one with ray start, or unset RAY_ADDRESS") from error
+    local = connect()
     try:
         available, replicas, cpus = max_cores(scale.replicas[1]), scale.replicas[1], scale.cpus or 1
         if local and cpus > available:  # another cluster may grow
