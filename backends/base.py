@@ -53,7 +53,7 @@ class Engines(ABC):
         self.device = device
         self.others: Mapping[str, Engines] = {}  # by the device of stages that do not run on this one
         # Opens the stages of a target with these sizes, all but the last, in other processes.
-        self.elsewhere: Callable[[Engines, Sequence[Sizes]], Sequence[Session]] | None = None
+        self.elsewhere: Callable[[Engines, Sequence[Sizes]], Session] | None = None
 
     @abstractmethod
     def model(self, role: str, sizes: Sizes) -> Session:
@@ -71,7 +71,7 @@ class Engines(ABC):
             return self.model(role, whole)
         sizes = [whole.of(stage) for stage in stages]
         if self.elsewhere:
-            return StagedSession([*self.elsewhere(self, sizes[:-1]), self.model(role, sizes[-1])], sizes, whole)
+            return StagedSession([self.elsewhere(self, sizes[:-1]), self.model(role, sizes[-1])], sizes[-2:], whole)
         places = [self.others.get(stage.device or self.build.device, self) for stage in stages]
         check_stages([place.device for place in places], stages, self.manifest.models[role].precision, whole)
         opened = [place.model(role, each) for place, each in zip(places, sizes, strict=True)]

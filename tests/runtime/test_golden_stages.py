@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
+import outrider
+from outrider.backends.base import Engines
+from outrider.backends.open import open_bundle, open_engines
+from outrider.backends.remote_stages import RemoteStages
+from outrider.backends.stage_chain import Chain
+from outrider.backends.stage_host import Crossing, PassedOn, StageHost, seal
+from outrider.engines.session import Session
+from outrider.engines.sizes import Sizes
+from outrider.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.tests.deferred import deferred
@@ -88,6 +98,55 @@ def test_stages_compute_the_same_bits(pair: Pair) -> None:
     assert len(got) == len(want)
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+class LocalChain(Chain):
+    """Hosts of stages in this process."""
+
+    def __init__(self, hosts: Sequence[StageHost]):
+        super().__init__({}, 0)
+        self.hosts = hosts
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def later(self, method: str, *arguments: Any) -> None:
+        self.calls.append((method, arguments))
+
+    def run(self, message: Crossing) -> PassedOn:
+        message, self.calls = message._replace(calls=self.calls), []
+        for host in self.hosts:
+            message = host.run(message)
+        return message.given
+
+    def cache(self) -> dict[str, npt.NDArray[Any]]:
+        return {name: tensor for host in self.hosts for name, tensor in host.cache(self.calls).items()}
+
+
+def hosted(engines: Engines, sizes: Sequence[Sizes]) -> Session:
+    hosts = [StageHost(f"stage {number}") for number in range(1, len(sizes) + 1)]
+    for index, host in enumerate(hosts):
+        host.open(index, engines.folder, seal(engines.manifest), outrider.__version__, sizes[0].batch, None)
+    return RemoteStages(LocalChain(hosts), sizes[-1])
+
+
+@pytest.mark.parametrize("name", ["head", "hybrid in three"])
+def test_what_runs_in_actors_computes_the_same_bits(pairs: Made[Pair], name: str) -> None:
+    """Here without actors; with them in test_ray_stages.py, which is slow."""
+    whole, staged = (each.engines.folder for each in pairs[name])
+    actors = open_engines(staged, *open_bundle(staged))
+    actors.elsewhere = hosted
+    single = open_engines(whole, *open_bundle(whole))
+    got, want = ([*map(np.array, results(each.session("target", SLOTS)))] for each in (actors, single))
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_an_actor_refuses_another_bundle_and_another_release(pairs: Made[Pair]) -> None:
+    whole, staged = (each.engines for each in pairs["head"])
+    host, own = StageHost("stage 1"), outrider.__version__
+    with pytest.raises(EngineError, match=r"^stage 1: its machine has another bundle at "):
+        host.open(0, staged.folder, seal(whole.manifest), own, 1, None)
+    with pytest.raises(EngineError, match=r"^stage 1: its process has outrider .*, and the one that decodes has 0\.0\.9"):
+        host.open(0, staged.folder, seal(staged.manifest), "0.0.9", 1, None)
 
 
 @pytest.mark.parametrize("k", [0, 4, "auto", pytest.param(1, marks=pytest.mark.slow)])

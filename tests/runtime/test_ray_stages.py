@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import psutil
 import pytest
-import ray
-from ray.cluster_utils import Cluster
 
 import outrider
 from outrider import Outrider, SamplingParams
-from outrider.backends import remote_stages
+from outrider.backends import stage_chain
 from outrider.backends.base import Engines
 from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.remote_stages import RayStages
@@ -32,13 +31,14 @@ from outrider.runtime.scheduler import Scheduler
 from outrider.serve.engine import EngineThread
 from outrider.serve.metrics import Metrics
 from outrider.tests.deferred import DeferredEngines
+from outrider.tests.nodes import ray_nodes
 from outrider.tests.runtime.stages import SLOTS, alone, loaded, results, together
 from outrider.tests.support import ROOT, Made, build
 
 pytestmark = pytest.mark.slow
 HYBRID = str(ROOT / "examples" / "tiny-hybrid" / "target")
 STAGES = {"pair": "3", "head": "2", "hybrid": "3", "openvino": "3"}
-INLINE = 1000  # bytes of a result that travels with calls: with passes of few rows, but not with those of many
+MACHINE, NODES = "one machine", "a node each"
 
 
 class Bundles(NamedTuple):
@@ -49,20 +49,18 @@ class Bundles(NamedTuple):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """Two nodes, each with a core, so that each has one stage; the last one is in this process."""
-    size = {"object_store_memory": 100 << 20}
-    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": {"max_direct_call_object_size": INLINE}}
-    cluster = Cluster(initialize_head=True, head_node_args=size | head)
-    try:
-        for _ in range(2):
-            cluster.add_node(num_cpus=1, **size)
-        cluster.wait_for_nodes()
-        ray.init(address=cluster.address, log_to_driver=False)
+def cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Room for two stages on the node of this process, which has the last one, or on a node for each."""
+    with ray_nodes(2, 0) if request.param == MACHINE else ray_nodes(0, 2):
         yield
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+
+
+over_nodes = pytest.mark.parametrize("cluster", [NODES], indirect=True)
+
+
+def over(*cases: tuple[str, str]) -> pytest.MarkDecorator:
+    """Run a test in these clusters, over these bundles."""
+    return pytest.mark.parametrize(("cluster", "name"), cases, indirect=["cluster"], scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +98,7 @@ def engines(bundle: Path, passing: float = 60) -> Engines:
     return opened
 
 
-@pytest.mark.parametrize("name", ["pair", "head", "hybrid"])
+@over((NODES, "pair"), (NODES, "head"), (NODES, "hybrid"), (MACHINE, "pair"))
 def test_texts_over_nodes_are_those_of_the_whole(bundles: Made[Bundles], name: str) -> None:
     """Greedy and sampled, free and under grammars, alone and together, with every drafter of the bundle."""
     whole = Outrider.load(bundles[name].whole, slots=None)
@@ -109,12 +107,12 @@ def test_texts_over_nodes_are_those_of_the_whole(bundles: Made[Bundles], name: s
         want = alone(whole, 0, None, 8)
         assert alone(staged, 0, None, 8) == want
         assert alone(staged, "auto", None, 8) == want
-        for drafter in whole.drafters:
-            assert alone(staged, 4, drafter, 8) == want, drafter
+        for k, drafter in [(4, each) for each in whole.drafters] + [(1, whole.drafters[0])]:
+            assert alone(staged, k, drafter, 8) == want, (k, drafter)
         assert together(staged, "auto") == together(whole, 0)
 
 
-@pytest.mark.parametrize("name", ["pair", "hybrid", "openvino"])
+@over((NODES, "pair"), (NODES, "hybrid"), (NODES, "openvino"), (MACHINE, "pair"), (MACHINE, "hybrid"))
 def test_nodes_compute_the_same_bits(bundles: Made[Bundles], name: str) -> None:
     """In every pass, and in the caches, also after copies and snapshots."""
     whole, staged = (open_engines(each, *open_bundle(each)) for each in bundles[name])
@@ -124,6 +122,7 @@ def test_nodes_compute_the_same_bits(bundles: Made[Bundles], name: str) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
+@over_nodes
 def test_a_server_whose_stage_dies_says_so(bundles: Made[Bundles]) -> None:
     """Requests get an error, and then the engines count as broken, so that whoever runs the server restarts it."""
     bundle = bundles["pair"].staged
@@ -155,25 +154,48 @@ def test_a_server_whose_stage_dies_says_so(bundles: Made[Bundles]) -> None:
     engine.stop()
 
 
-def test_a_stage_that_hangs_is_not_waited_for_longer_than_the_limit(bundles: Made[Bundles]) -> None:
-    session = engines(bundles["pair"].staged, passing=2).session("target", 1)
+@over((NODES, "pair"), (MACHINE, "pair"))
+def test_a_stage_that_hangs_is_not_waited_for_longer_than_the_limit(bundles: Made[Bundles], name: str) -> None:
+    """It may go on afterwards: nothing listens any more. The bundle can be opened again."""
+    session = engines(bundles[name].staged, passing=2).session("target", 1)
     ids, start = np.array([[5, 6, 7]]), np.array([0])
-    session.run(ids, start)
-    for host in hosts():
+    want = session.run(ids, start).copy()
+    stopped = hosts()
+    for host in stopped:
         host.send_signal(signal.SIGSTOP)
     with pytest.raises(EngineError, match=r"stage 1 \(layers 0-1\) did not answer within 2 seconds"):
         session.run(ids, start)
+    for host in stopped:
+        with suppress(psutil.NoSuchProcess):
+            host.send_signal(signal.SIGCONT)
     began = time.monotonic()
     session.clear(0)
     with pytest.raises(EngineError, match="stage 1"):  # caches may differ, so no later pass runs
         session.run(ids, start)
     assert time.monotonic() - began < 1
+    again = engines(bundles[name].staged).session("target", 1)
+    np.testing.assert_array_equal(again.run(ids, start), want)
 
 
+@over((NODES, "pair"), (MACHINE, "pair"))
+def test_a_stage_that_answers_late_but_in_time_is_waited_for(bundles: Made[Bundles], name: str) -> None:
+    session = engines(bundles[name].staged, passing=20).session("target", 1)
+    ids, start = np.array([[5, 6, 7]]), np.array([0])
+    want, began = session.run(ids, start).copy(), time.monotonic()
+    stopped = hosts()[1]
+    stopped.send_signal(signal.SIGSTOP)
+    timer = threading.Timer(2, stopped.send_signal, [signal.SIGCONT])
+    timer.start()
+    np.testing.assert_array_equal(session.run(ids, start), want)
+    assert time.monotonic() - began > 1.9
+    timer.join()
+
+
+@over_nodes
 def test_a_cluster_without_room_is_not_waited_for_longer_than_the_limit(
     bundles: Made[Bundles], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_stages, "OPENING", 1)
+    monkeypatch.setattr(stage_chain, "OPENING", 1)
     opened = engines(bundles["pair"].staged)
     opened.elsewhere = RayStages(cores=2)  # a node has one
     with pytest.raises(EngineError, match=r"stage 1 .* did not answer within 1 seconds") as caught:
@@ -181,6 +203,7 @@ def test_a_cluster_without_room_is_not_waited_for_longer_than_the_limit(
     assert "free cores" in caught.value.hint
 
 
+@over_nodes
 def test_this_process_needs_room_for_the_last_stage_only(bundles: Made[Bundles], monkeypatch: pytest.MonkeyPatch) -> None:
     staged = bundles["pair"].staged
     here = open_engines(staged, *open_bundle(staged))
@@ -191,14 +214,16 @@ def test_this_process_needs_room_for_the_last_stage_only(bundles: Made[Bundles],
     engines(staged).session("target", 1)
 
 
+@over_nodes
 def test_an_error_of_a_call_without_a_result_appears_in_the_next_pass(bundles: Made[Bundles]) -> None:
     session = engines(bundles["pair"].staged).session("target", 1)
     assert isinstance(session, StagedSession)
-    session.stages[0].clear(None)  # type: ignore[arg-type]
+    session.stages[0].clear("slot")  # type: ignore[arg-type]
     with pytest.raises(EngineError, match=r"stage 1 \(layers 0-1\) failed"):
         session.run(np.array([[5, 6, 7]]), np.array([0]))
 
 
+@over_nodes
 def test_another_bundle_or_release_is_refused(
     bundles: Made[Bundles], shipped_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +245,7 @@ def test_another_bundle_or_release_is_refused(
         opened.session("target", 1)
 
 
+@over_nodes
 def test_stages_on_another_device_and_targets_in_one_piece_are_refused(bundles: Made[Bundles]) -> None:
     whole, staged = bundles["pair"]
     with pytest.raises(UsageError, match="in one piece"):

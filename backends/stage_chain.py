@@ -1,0 +1,172 @@
+"""The stages in other processes, one after the other: how a pass reaches them, and what is said if it does not come back.
+
+If all processes are on one machine, they are a compiled graph of Ray: each reads what the one before wrote to shared memory,
+which takes less than half the time of a call of an actor. Between machines each stage is a call of an actor instead. It names
+the result of the stage before, which Ray carries: up to 100 kB with the calls, through this process, and more from machine to
+machine. There, a compiled graph is no faster with Ray 2.60, and a thread of each process that sends never sleeps, also between
+requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy.typing as npt
+import ray
+from ray.dag import InputNode
+from ray.exceptions import GetTimeoutError, RayChannelTimeoutError, RayError, RayTaskError
+from ray.experimental.channel.shared_memory_channel import CompositeChannel, SharedMemoryType
+
+from outrider.backends.stage_host import AGAIN, Call, Crossing, PassedOn
+from outrider.errors import EngineError, OutriderError, reason_of
+
+OPENING = 600.0  # seconds for actors to find a place and to load their stages
+ASKING = 1.0  # seconds for actors to say how far they are, after a failure
+PART, PAUSE = 0.05, 0.002  # a reader sleeps for this part of the time that it has waited, at most so many seconds
+ROOM = "ray status shows whether a node has enough free cores; use fewer with --stage-cores"
+SHARED = "Ray's object store may be too small: see ray start --object-store-memory"
+
+
+class Channel(CompositeChannel):  # type: ignore[misc]  # Ray's types are not checked
+    """Ray's channel, whose reader sleeps while nothing comes.
+
+    Ray's own reader never sleeps: every stage would keep a core busy at all times, also between requests, and slow down the
+    stage that it waits for if they share the core.
+    """
+
+    def read(self, timeout: float | None = None) -> Any:
+        """Return the next value. `timeout` is in seconds; None waits for ever."""
+        began = time.monotonic()
+        while True:
+            try:
+                return super().read(0)
+            except RayChannelTimeoutError:
+                waited = time.monotonic() - began
+                if timeout is not None and 0 <= timeout <= waited:
+                    raise
+            time.sleep(min(waited * PART, PAUSE))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), super().__reduce__()[1]
+
+
+class ChannelType(SharedMemoryType):  # type: ignore[misc]
+    """The type of values that travel over a `Channel`."""
+
+    def create_channel(self, writer: Any, reader_and_node_list: Any, driver_actor_id: str | None = None) -> Channel:
+        """Return a channel with room for one value."""
+        return Channel(writer, reader_and_node_list, 1, driver_actor_id)
+
+
+def _graph(actors: Sequence[Any], timeout: float) -> Any:
+    logging.getLogger("ray.dag.compiled_dag_node").setLevel(logging.CRITICAL)  # it logs tracebacks of actors that are killed
+    with InputNode() as node:
+        node.type_hint = ChannelType()
+        for actor in actors:
+            node = actor.run.bind(node)
+            node.type_hint = ChannelType()
+    return node.experimental_compile(_max_inflight_executions=1, _submit_timeout=timeout)
+
+
+def _end(actors: Sequence[Any]) -> None:
+    if ray.is_initialized():
+        for actor in actors:
+            ray.kill(actor)
+
+
+class Chain:
+    """The actors of consecutive stages, which end with this object."""
+
+    def __init__(self, actors: Mapping[str, Any], timeout: float):
+        """Call these actors, by the names of their stages; `timeout` is in seconds, for a pass."""
+        self._names, self._actors = [*actors], [*actors.values()]
+        self._timeout = timeout
+        self._graph: Any = None
+        self._calls: list[Call] = []  # that travel with the next pass
+        self._passes = 0
+        self._failure: tuple[str, str] | None = None  # message and hint
+        self._ended = weakref.finalize(self, _end, self._actors)
+
+    def open(self, *arguments: Any) -> None:
+        """Call `StageHost.open` of all actors, and connect them.
+
+        Raises:
+            EngineError: one cannot be opened, or finds no place in time.
+        """
+        opening = [actor.open.remote(index, *arguments) for index, actor in enumerate(self._actors)]
+        try:
+            ray.get(opening, timeout=OPENING)
+        except RayError as error:
+            reason = self._first(opening, f"did not answer within {OPENING:g} seconds")
+            hint = ROOM if isinstance(error, GetTimeoutError) else AGAIN
+            raise self._fail(error, reason or reason_of(error), hint) from error
+        try:
+            nodes = ray.get([actor.join.remote() for actor in self._actors], timeout=OPENING)
+            if {*nodes} == {ray.get_runtime_context().get_node_id()}:
+                self._graph = _graph(self._actors, self._timeout)
+        except RayError as error:
+            reason = f"the stages cannot be connected: {type(error).__name__}: {reason_of(error)}"
+            raise self._fail(error, reason, SHARED) from error
+
+    def later(self, method: str, *arguments: Any) -> None:
+        """Call a method of all sessions before the next pass. An error appears there."""
+        self._calls.append((method, arguments))
+
+    def run(self, message: Crossing) -> PassedOn:
+        """Run a pass, and return what the last stage gives.
+
+        Raises:
+            EngineError: a stage failed, now or earlier, or took too long.
+        """
+        self._check()
+        message, self._calls = message._replace(calls=self._calls), []
+        self._passes += 1
+        try:
+            if self._graph is not None:
+                found = self._graph.execute(message).get(self._timeout)
+            else:
+                found = message
+                for actor in self._actors:
+                    found = actor.run.remote(found)
+                found = ray.get(found, timeout=self._timeout)
+        except RayError as error:
+            asked, late = [actor.done.remote() for actor in self._actors], f"did not answer within {self._timeout:g} seconds"
+            lost = f"what {self._names[-1]} gave did not arrive: {type(error).__name__}: {reason_of(error)}"
+            raise self._fail(error, self._first(asked, late, self._passes) or lost, AGAIN) from error
+        given: PassedOn = found.given
+        return given
+
+    def cache(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the caches of all stages; see `Session.cache`."""
+        self._check()
+        calls, self._calls = self._calls, []
+        found = ray.get([actor.cache.remote(calls) for actor in self._actors], timeout=self._timeout)
+        return {name: tensor for each in found for name, tensor in each.items()}
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise EngineError(*self._failure)
+
+    def _fail(self, error: RayError, message: str, hint: str) -> EngineError:
+        """End the actors, and return the error of this pass and of all later ones."""
+        cause = error.cause if isinstance(error, RayTaskError) else None
+        self._failure = (str(cause), cause.hint) if isinstance(cause, OutriderError) else (message, hint)
+        self._ended()
+        return EngineError(*self._failure)
+
+    def _first(self, answers: Sequence[Any], late: str, least: int = 0) -> str | None:
+        """Return which stage died or, if none did, the first whose answer is missing or below `least`, if there is one."""
+        ready, found = ray.wait(answers, num_returns=len(answers), timeout=ASKING)[0], None
+        for name, answer in zip(self._names, answers, strict=True):
+            try:
+                if found is None and (answer not in ready or (ray.get(answer) or 0) < least):
+                    found = f"{name} {late}"
+                elif answer in ready:
+                    ray.get(answer)
+            except RayError as death:
+                return f"{name} failed: {type(death).__name__}: {reason_of(death)}"
+        return found

@@ -1,0 +1,65 @@
+"""Ray clusters of several nodes on this machine, and a stage for them without engines."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import psutil
+import ray
+from ray.cluster_utils import Cluster
+
+from outrider.backends.stage_host import Crossing, join
+from outrider.errors import EngineError
+
+INLINE = 1000  # bytes of a result that travels with calls: with passes of few rows, but not with those of many
+WHOLE = np.arange(12.0).reshape(3, 4)
+DIES, RAISES, LATE = 1, 2, 3
+
+
+@contextmanager
+def ray_nodes(cores: int, others: int) -> Iterator[None]:
+    """A cluster with so many cores on the node of this process, and so many other nodes with a core each."""
+    size = {"object_store_memory": 100 << 20}
+    head = {"num_cpus": cores, "include_dashboard": False, "_system_config": {"max_direct_call_object_size": INLINE}}
+    cluster = Cluster(initialize_head=True, head_node_args=size | head)
+    try:
+        for _ in range(others):
+            cluster.add_node(num_cpus=1, **size)
+        cluster.wait_for_nodes()
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+class Stage:
+    """Adds its number to what it is given. Its behaviour is the window of a pass, in which it is the first slot."""
+
+    def open(self, index: int) -> None:
+        self.index, self.passes = index, 0
+
+    def join(self) -> str:
+        return join(0)
+
+    def run(self, message: Crossing) -> Crossing:
+        if message.first == self.index:
+            if message.window == DIES:
+                os._exit(1)
+            if message.window == RAISES:
+                raise EngineError(f"stage {self.index + 1}: no", "a hint")
+            if message.window == LATE:
+                time.sleep(2)
+        self.passes += 1
+        called = sum(slot for method, (slot,) in message.calls if method == "clear")
+        return message._replace(given=[each + self.index + 1 + called for each in message.given or [WHOLE[: len(message.ids)]]])
+
+    def done(self) -> int:
+        return self.passes
+
+    def seconds(self) -> float:
+        return float(sum(psutil.Process().cpu_times()[:2]))
