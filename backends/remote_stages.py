@@ -90,15 +90,16 @@ class RemoteStages(Session):
 class RayStages:
     """Opens all stages of a target but the last in actors, in the cluster at `RAY_ADDRESS` or in a new one on this machine."""
 
-    def __init__(self, cores: int = 1, device: str | None = None, passing: float = PASSING):
+    def __init__(self, cores: int = 1, device: str | None = None, passing: float = PASSING, graph: bool = True):
         """Open stages.
 
         Args:
             cores: of each stage.
             device: see `open_engines`.
             passing: the most seconds of a pass.
+            graph: whether stages on one machine are a graph; see `stage_chain.py`.
         """
-        self._cores, self._device, self._passing = cores, device, passing
+        self._cores, self._device, self._passing, self._graph = cores, device, passing, graph
 
     def __call__(self, engines: Engines, sizes: Sequence[Sizes]) -> Session:
         """Return a target's stages but the last; see `Engines.elsewhere`."""
@@ -111,6 +112,6 @@ class RayStages:
         options = {"num_cpus": self._cores, "scheduling_strategy": "SPREAD"}
         spans = [each.stage.layers for each in sizes if each.stage is not None]
         names = [f"stage {number} (layers {first}-{last})" for number, (first, last) in enumerate(spans, 1)]
-        chain = Chain({name: ray.remote(**options)(StageHost).remote(name) for name in names}, self._passing)
+        chain = Chain({name: ray.remote(**options)(StageHost).remote(name) for name in names}, self._passing, self._graph)
         chain.open(engines.folder, seal(engines.manifest), outrider.__version__, sizes[0].batch, self._device)
         return RemoteStages(chain, sizes[-1])

@@ -81,10 +81,13 @@ def _end(actors: Sequence[Any]) -> None:
 class Chain:
     """The actors of consecutive stages, which end with this object."""
 
-    def __init__(self, actors: Mapping[str, Any], timeout: float):
-        """Call these actors, by the names of their stages; `timeout` is in seconds, for a pass."""
+    def __init__(self, actors: Mapping[str, Any], timeout: float, graph: bool = True):
+        """Call these actors, by the names of their stages; `timeout` is in seconds, for a pass.
+
+        Without `graph`, they are called one by one on one machine, too.
+        """
         self._names, self._actors = [*actors], [*actors.values()]
-        self._timeout = timeout
+        self._timeout, self._graphs = timeout, graph
         self._graph: Any = None
         self._calls: list[Call] = []  # that travel with the next pass
         self._passes = 0
@@ -106,7 +109,7 @@ class Chain:
             raise self._fail(error, reason or reason_of(error), hint) from error
         try:
             nodes = ray.get([actor.join.remote() for actor in self._actors], timeout=OPENING)
-            if {*nodes} == {ray.get_runtime_context().get_node_id()}:
+            if self._graphs and {*nodes} == {ray.get_runtime_context().get_node_id()}:
                 self._graph = _graph(self._actors, self._timeout)
         except RayError as error:
             reason = f"the stages cannot be connected: {type(error).__name__}: {reason_of(error)}"

@@ -8,6 +8,7 @@ import click
 
 MODES = (
     "answers",
+    "hops",
     "host",
     "kernels",
     "masks",

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 import pytest
+from click.testing import CliRunner
 
 import outrider
 from outrider import Outrider, SamplingParams
@@ -25,6 +26,7 @@ from outrider.backends.remote_stages import RayStages
 from outrider.engines.device import Cpu
 from outrider.engines.staged_session import StagedSession
 from outrider.errors import EngineError, OutriderError, UsageError
+from outrider.experiments.measure.__main__ import main
 from outrider.export.pair import export_pair
 from outrider.runtime.request import Event
 from outrider.runtime.scheduler import Scheduler
@@ -120,6 +122,13 @@ def test_nodes_compute_the_same_bits(bundles: Made[Bundles], name: str) -> None:
     want, got = ([*map(np.array, results(each.session("target", SLOTS)))] for each in (whole, staged))
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@over((MACHINE, "head"))
+def test_hops_are_measured(bundles: Made[Bundles], name: str) -> None:
+    done = CliRunner().invoke(main, ["hops", str(bundles[name].staged), "--repeat", "3", "--rows", "5"])
+    assert done.exit_code == 0, done.output
+    assert [line.split(":")[0].strip() for line in done.stdout.splitlines()] == ["5 rows", "graph", "calls"]
 
 
 @over_nodes

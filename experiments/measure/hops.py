@@ -1,0 +1,63 @@
+"""Measure what it takes to cross from stage to stage in other processes, over Ray.
+
+The target's passes alternate between three sessions: all stages in one process, the others in processes connected by a compiled
+graph of Ray, and the same called one after the other. Prints the median of each in milliseconds, and how much longer a pass
+takes per stage in another process, in microseconds: the median, and the range of the middle 80%. With OMP_NUM_THREADS=1, the
+stages have a thread each in all three.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+import numpy as np
+import numpy.typing as npt
+
+from outrider.backends.open import open_bundle, open_engines
+from outrider.backends.remote_stages import RayStages
+from outrider.engines.cluster import connect
+from outrider.engines.session import Session
+from outrider.errors import UsageError
+from outrider.experiments.measure import arguments
+
+POSITION, WARM_UP = 100, 20
+WAYS = {"one process": None, "graph": RayStages(), "calls": RayStages(graph=False)}
+
+
+def measure(sessions: list[Session], rows: int, repeat: int) -> npt.NDArray[np.float64]:
+    """Return the milliseconds of each pass [repeat, sessions]."""
+    tokens, position = np.ones((1, rows), dtype=np.int64), np.array([POSITION])
+    times = np.empty((repeat, len(sessions)))
+    for run in range(-WARM_UP, repeat):
+        for at in range(len(sessions)):
+            session = sessions[(at + run) % len(sessions)]
+            session.assume(position)
+            started = time.perf_counter()
+            session.write(tokens, position, logits=True)
+            if run >= 0:
+                times[run, (at + run) % len(sessions)] = 1000 * (time.perf_counter() - started)
+    return times
+
+
+@click.command(help=__doc__)
+@arguments.bundle
+@click.option("--rows", multiple=True, type=int, default=(1, 5), show_default=True, help="Rows of a pass; repeat for several.")
+@click.option("--repeat", type=click.IntRange(1), default=300, show_default=True, help="Number of passes.")
+def command(bundle: Path, rows: tuple[int, ...], repeat: int) -> None:
+    sessions, manifest, build = [], *open_bundle(bundle)
+    others = len(build.stages) - 1
+    if others < 1:
+        raise UsageError("this bundle's target is in one piece", "build it with --stages")
+    connect(2 * others)
+    for way in WAYS.values():
+        engines = open_engines(bundle, manifest, build)
+        engines.elsewhere = way
+        sessions.append(engines.session("target", 1))
+    for count in rows:
+        times = dict(zip(WAYS, measure(sessions, count, repeat).T, strict=True))
+        print(f"{count} rows: " + ", ".join(f"{name} {np.median(each):.2f} ms" for name, each in times.items()))
+        for name in ("graph", "calls"):
+            low, middle, high = np.quantile(1000 * (times[name] - times["one process"]) / others, (0.1, 0.5, 0.9))
+            print(f"    {name}: {middle:.0f} us per stage in another process ({low:.0f}-{high:.0f})", flush=True)
