@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import Future
 from typing import Any
 
 import ray
+from ray.exceptions import AuthenticationError
 
-from outrider.errors import EngineError
+from outrider.errors import EngineError, reason_of
 
 
 def connect(cores: int | None = None) -> bool:
@@ -25,9 +28,30 @@ def connect(cores: int | None = None) -> bool:
     if ray.is_initialized():
         return False
     local = os.environ.get("RAY_ADDRESS", "") in ("", "local")
-    started: dict[str, Any] = {"address": "local", "num_cpus": cores, "include_dashboard": False} if local else {}
+    options: dict[str, Any] = {"address": "local", "num_cpus": cores, "include_dashboard": False} if local else {}
+    done: Future[None] = Future()
     try:
-        ray.init(**started, log_to_driver=False, logging_level="error")
-    except ConnectionError as error:
-        raise EngineError(f"no Ray cluster: {error}", "start one with ray start, or unset RAY_ADDRESS") from error
+        if threading.current_thread() is threading.main_thread():
+            _init(done, **options)
+        else:
+            threading.Thread(target=_init, args=(done,), kwargs=options, daemon=True).start()
+        done.result()
+    except (ConnectionError, AuthenticationError) as error:
+        hint = (
+            "start one with ray start, or unset RAY_ADDRESS; if it has a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
+        )
+        raise EngineError(f"no Ray cluster: {reason_of(error)}", hint) from error
     return local
+
+
+def _init(done: Future[None], **options: Any) -> None:
+    """Call `ray.init`. A thread other than the main one never ends after it: with the thread that started Ray's processes,
+    Linux ends these."""
+    try:
+        ray.init(**options, log_to_driver=False, logging_level="error")
+    except BaseException as error:
+        done.set_exception(error)
+        return
+    done.set_result(None)
+    if threading.current_thread() is not threading.main_thread():
+        threading.Event().wait()

@@ -1,4 +1,4 @@
-"""A replica in a Ray cluster whose target runs in two processes, and is replaced if one of them dies."""
+"""Commands that start a Ray cluster of their own for the stages of a target."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,37 @@ from outrider.tests.support import COMMAND, build
 pytestmark = pytest.mark.slow
 
 
-def test_a_replica_whose_stage_dies_is_replaced(trained_export: Path, tmp_path: Path) -> None:
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+
+
+@pytest.fixture(scope="module")
+def bundle(trained_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(trained_export, tmp_path_factory.mktemp("staged") / "bundle", stages="2", k=[1, 4], capacity=127, batch=2)
+
+
+@pytest.fixture(scope="module")
+def want(bundle: Path) -> str:
+    with closing(Outrider.load(bundle)) as outrider:
+        return "".join(event.text for event in outrider.generate(PROMPT, SamplingParams(max_new_tokens=24), k=0))
+
+
+def test_generate_starts_a_cluster_that_lives_as_long_as_the_command(bundle: Path, want: str) -> None:
+    command = [*COMMAND, "generate", str(bundle), "--stage-cores", "1", "--prompt", PROMPT, "--max-new-tokens", "24", "--json"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, json.loads(done.stdout or "{}").get("text")) == (0, want), done.stderr
+
+
+def test_a_replica_whose_stage_dies_is_replaced(bundle: Path, want: str) -> None:
     """Until then, clients get errors; they never get another text."""
-    bundle, port = build(trained_export, tmp_path / "bundle", stages="2", k=[1, 4], capacity=127, batch=2), free_port()
-    with Outrider.load(bundle) as outrider:
-        want = "".join(event.text for event in outrider.generate(PROMPT, SamplingParams(max_new_tokens=24), k=0))
+    port = free_port()
     body = json.dumps({"prompt": PROMPT, "max_tokens": 24, "temperature": 0}).encode()
 
     def ask() -> tuple[int, dict[str, Any]]:
         status, _, answer = fetch(f"http://127.0.0.1:{port}/v1/completions", body)
         return status, json.loads(answer)
 
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     command = [*COMMAND, "serve", str(bundle), "--ray", "--stage-cores", "1", "--port", str(port)]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:
             assert any("running on" in line for line in server.stderr)
