@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy.typing as npt
 import ray
+from ray.util import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import outrider
 from outrider.backends.base import Engines
@@ -109,7 +111,9 @@ class RayStages:
                 "use --device cpu, or leave --stage-cores out",
             )
         connect(len(sizes) * self._cores)
-        options = {"num_cpus": self._cores, "scheduling_strategy": "SPREAD"}
+        group = get_current_placement_group()  # of a replica, which has room for its stages
+        strategy = "SPREAD" if group is None else PlacementGroupSchedulingStrategy(group)
+        options = {"num_cpus": self._cores, "scheduling_strategy": strategy}
         spans = [each.stage.layers for each in sizes if each.stage is not None]
         names = [f"stage {number} (layers {first}-{last})" for number, (first, last) in enumerate(spans, 1)]
         chain = Chain({name: ray.remote(**options)(StageHost).remote(name) for name in names}, self._passing, self._graph)

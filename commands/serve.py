@@ -186,4 +186,5 @@ def command(
         return
     on_gpu = (device or build.device) != "cpu"
     cpus = cpus or (1 if on_gpu or stage_cores else None)
-    cluster.run(settings, cluster.Scale(replicas, build.batch, cpus, int(on_gpu)), host, port, drain)
+    stages = [stage_cores] * (len(build.stages) - 1) if stage_cores else []
+    cluster.run(settings, cluster.Scale(replicas, build.batch, cpus, int(on_gpu), stages), host, port, drain)

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ray.cluster_utils import Cluster
 
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
@@ -71,3 +72,37 @@ def test_a_replica_whose_stage_dies_is_replaced(bundle: Path, want: str) -> None
         finally:
             server.terminate()
             assert server.wait(timeout=60) == 0
+
+
+def test_replicas_have_stages_of_their_own(bundle: Path, want: str) -> None:
+    """There is room for two replicas and the stage of each, and none takes the other's."""
+    cluster, port = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False}), free_port()
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 24, "temperature": 0}).encode()
+    command = [*COMMAND, "serve", str(bundle), "--ray", "--replicas", "2", "--stage-cores", "1", "--port", str(port)]
+    try:
+        environment = ENVIRONMENT | {"RAY_ADDRESS": cluster.address}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
+        assert done.returncode == 0, done.stderr
+        replicas = set()
+        for _ in range(40):
+            status, headers, answer = fetch(f"http://127.0.0.1:{port}/v1/completions", body)
+            assert (status, json.loads(answer)["choices"][0]["text"]) == (200, want), answer
+            replicas.add(headers["X-Replica"])
+        assert len(replicas) == 2
+    finally:
+        cluster.shutdown()
+
+
+def test_a_machine_without_room_for_the_stages_is_refused_at_once(bundle: Path) -> None:
+    command = [*COMMAND, "serve", str(bundle), "--ray", "--stage-cores", "9999", "--port", str(free_port())]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "too few cores for 1 replicas with 1 and 9999 for stages each" in done.stderr
+
+
+def test_without_the_token_of_a_cluster_it_says_so(bundle: Path, tmp_path: Path) -> None:
+    environment = ENVIRONMENT | {"RAY_ADDRESS": "127.0.0.1:6379", "RAY_AUTH_MODE": "token", "HOME": str(tmp_path)}
+    command = [*COMMAND, "generate", str(bundle), "--stage-cores", "1", "--prompt", "a"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "error: no Ray cluster: RAY_AUTH_MODE asks for a token, and there is none" in done.stderr
