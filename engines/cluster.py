@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import AuthenticationError
 
-from outrider.errors import EngineError, reason_of
+from outrider.errors import EngineError
 
 
 def connect(cores: int | None = None) -> bool:
@@ -36,11 +36,12 @@ def connect(cores: int | None = None) -> bool:
         else:
             threading.Thread(target=_init, args=(done,), kwargs=options, daemon=True).start()
         done.result()
-    except (ConnectionError, AuthenticationError) as error:
-        hint = (
-            "start one with ray start, or unset RAY_ADDRESS; if it has a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
-        )
-        raise EngineError(f"no Ray cluster: {reason_of(error)}", hint) from error
+    except AuthenticationError as error:
+        hint = "copy ~/.ray/auth_token from a machine of the cluster, or set RAY_AUTH_TOKEN_PATH"
+        raise EngineError("no Ray cluster: RAY_AUTH_MODE asks for a token, and there is none", hint) from error
+    except ConnectionError as error:
+        hint = "start one with ray start, or unset RAY_ADDRESS; if it has a token, set RAY_AUTH_MODE=token"
+        raise EngineError(f"no Ray cluster: {error}", hint) from error
     return local
 
 
