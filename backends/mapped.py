@@ -1,4 +1,4 @@
-"""Weights that an engine has mapped into this process. Pages that it no longer reads need not stay in memory.
+"""Weights that an engine has mapped into this process, whose pages need not stay in memory once it has copied them.
 
 Releasing them loses nothing: a page that is read after all comes from the file again.
 """
@@ -14,38 +14,42 @@ from pathlib import Path
 
 from outrider.bundle.manifest import WEIGHTS
 
-MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \S+ +(.*)\n", re.MULTILINE)
-WRITTEN = re.compile(rb"^(?:Anonymous|Swap): +[1-9]", re.MULTILINE)  # pages that the file does not have
+MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \S+ +(.*)$", re.MULTILINE)
+PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4, which Python has no name for
 
 Span = tuple[int, int]  # begin and end address
 
 
 def mapped(path: Path) -> set[Span]:
     """Return the parts of the weights of the graph at `path` that are mapped to be read only."""
-    return {span for span, rights, _ in _mappings(path, "maps") if b"w" not in rights}
-
-
-def unwritten(path: Path) -> set[Span]:
-    """Return the mapped parts of the weights of the graph at `path` to which nobody has written, although it may be allowed.
-
-    The kernel looks at all memory of the process for this, which takes some 20 ms for a gigabyte.
-    """
-    return {span for span, _, details in _mappings(path, "smaps") if not WRITTEN.search(details)}
+    return {span for span, rights in _mappings(path) if b"w" not in rights}
 
 
 def give_back(spans: set[Span]) -> None:
-    """Release the pages of mappings, which must still exist."""
+    """Release the pages of mappings at once. They must still exist: other memory at these addresses would be lost."""
+    _advise(spans, mmap.MADV_DONTNEED)
+
+
+def page_out(path: Path) -> None:
+    """Release the pages of all mappings of a graph's weights, in the system's cache as well if no other process uses them.
+
+    No memory is lost even if another thread ends a mapping meanwhile, and an engine may have written to one.
+    """
+    _advise({span for span, _ in _mappings(path)}, PAGE_OUT)
+
+
+def _advise(spans: set[Span], advice: int) -> None:
     for first, last in spans:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)
 
 
-def _mappings(path: Path, table: str) -> Iterator[tuple[Span, bytes, bytes]]:
-    """Yield the mappings of a graph's weights from one of the kernel's tables: addresses, rights, and what else it says."""
+def _mappings(path: Path) -> Iterator[tuple[Span, bytes]]:
+    """Yield the addresses and rights of the mappings of a graph's weights."""
     try:
-        _, *parts = MAPPING.split(Path("/proc/self", table).read_bytes())
+        maps = Path("/proc/self/maps").read_bytes()
     except OSError:  # not Linux, or it may not be read
         return
     file = os.fsencode(path.with_name(path.name + WEIGHTS).resolve())
-    for first, last, rights, name, details in zip(*(parts[at::5] for at in range(5)), strict=True):
+    for first, last, rights, name in MAPPING.findall(maps):
         if name == file:
-            yield (int(first, 16), int(last, 16)), rights, details
+            yield (int(first, 16), int(last, 16)), rights

@@ -136,10 +136,13 @@ class Chain:
                 for actor in self._actors:
                     found = actor.run.remote(found)
                 found = ray.get(found, timeout=self._timeout)
-        except RayError as error:
+        except Exception as error:  # Ray also raises plain ones
             asked, late = [actor.done.remote() for actor in self._actors], f"did not answer within {self._timeout:g} seconds"
             lost = f"what {self._names[-1]} gave did not arrive: {type(error).__name__}: {reason_of(error)}"
             raise self._fail(error, self._first(asked, late, self._passes) or lost, AGAIN) from error
+        except BaseException as error:  # Ctrl-C: the stages may be ahead of this process
+            self._fail(error, "a pass was interrupted", AGAIN)
+            raise
         given: PassedOn = found.given
         return given
 
@@ -154,7 +157,7 @@ class Chain:
         if self._failure is not None:
             raise EngineError(*self._failure)
 
-    def _fail(self, error: RayError, message: str, hint: str) -> EngineError:
+    def _fail(self, error: BaseException, message: str, hint: str) -> EngineError:
         """End the actors, and return the error of this pass and of all later ones."""
         cause = error.cause if isinstance(error, RayTaskError) else None
         self._failure = (str(cause), cause.hint) if isinstance(cause, OutriderError) else (message, hint)

@@ -77,7 +77,7 @@ def build_engine(
         raise UsageError("--device and --stage-device both say where the target runs", "leave --device out")
     if stage_devices:
         device = stage_devices[-1].partition(":")[0]
-    *preferred, last = _backends(backend, manifest, device)
+    *preferred, last = _backends(backend, manifest, [device] if device and not stage_devices else stage_devices)
     spec = BuildSpec(source, manifest, output, sorted(set(k)), capacity, batch, max_prompt_chunk, device, options)
     _check_sizes(spec)
     if stages is not None:
@@ -89,7 +89,7 @@ def build_engine(
         spec = replace(spec, ends=cut.ends, parts=cut.parts)
     if stage_devices:
         check_devices(stage_devices, spec.ends)
-        spec = replace(spec, stage_devices=stage_devices)
+        spec = replace(spec, stage_devices=[] if {*stage_devices} == {"cpu"} else stage_devices)
     if measured is not None:
         _check_measured(measured, spec)
     for role, model in manifest.models.items():
@@ -117,6 +117,7 @@ def _build(backend: Backend, spec: BuildSpec, measured: Build | None, progress: 
         raise UsageError(
             f"{backend.name} has no device {wrong[0]!r} for stages", f"use {' or '.join([*backend.devices, *numbers])}"
         )
+    spec = replace(spec, stage_devices=[f"{each}:0" if each in backend.numbered else each for each in spec.stage_devices])
     with staged(spec.output) as folder:
         with unchanged(spec.source) as intact:
             build = backend.build(replace(spec, source=intact), folder, progress)
@@ -184,11 +185,11 @@ def _measured(folder: Path, manifest: Manifest, build: Build, progress: Progress
         return msgspec.structs.replace(build, costs=measure(loaded, progress, fit=quickly))
 
 
-def _backends(name: str, manifest: Manifest, device: str | None) -> list[Backend]:
-    """Return the named backend, or for "auto" those that the rule prefers and that have the device."""
+def _backends(name: str, manifest: Manifest, devices: Sequence[str]) -> list[Backend]:
+    """Return the named backend, or for "auto" those that the rule prefers and that have the devices."""
     if name == AUTO:
         ranked = [registry.get(choice.backend) for choice in backends(manifest)]
-        return [each for each in ranked if device in (None, *each.devices)] or ranked
+        return [each for each in ranked if all(map(each.has, devices))] or ranked
     if name not in registry.names():
         raise UsageError(f"there is no backend {name!r}", f"use one of {', '.join(registry.names())}")
     return [registry.get(name)]

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import AuthenticationError
 
-from outrider.errors import EngineError
+from outrider.errors import EngineError, reason_of
 
 
-def connect(cores: int | None = None) -> bool:
+def connect(cores: int = 1) -> bool:
     """Connect to the cluster at `RAY_ADDRESS`, unless this process is part of one. Without an address, start one here.
 
     Args:
-        cores: of a cluster that is started; None is those of this machine.
+        cores: the fewest of a cluster that is started, which has those of this machine if they are more.
 
     Returns:
         whether a cluster was started, which ends with this process.
@@ -28,7 +30,8 @@ def connect(cores: int | None = None) -> bool:
     if ray.is_initialized():
         return False
     local = os.environ.get("RAY_ADDRESS", "") in ("", "local")
-    options: dict[str, Any] = {"address": "local", "num_cpus": cores, "include_dashboard": False} if local else {}
+    most = max(cores, os.cpu_count() or 1)  # another bundle may need the rest
+    options: dict[str, Any] = {"address": "local", "num_cpus": most, "include_dashboard": False} if local else {}
     done: Future[None] = Future()
     try:
         if threading.current_thread() is threading.main_thread():
@@ -39,9 +42,15 @@ def connect(cores: int | None = None) -> bool:
     except AuthenticationError as error:
         hint = "copy ~/.ray/auth_token from a machine of the cluster, or set RAY_AUTH_TOKEN_PATH"
         raise EngineError("no Ray cluster: RAY_AUTH_MODE asks for a token, and there is none", hint) from error
+    except (RuntimeError, ValueError) as error:  # another release of Ray or Python, or no address
+        hint = "use the same Ray and Python on all machines, and HOST:PORT as RAY_ADDRESS"
+        raise EngineError(f"no Ray cluster: {reason_of(error)}", hint) from error
     except ConnectionError as error:
         hint = "start one with ray start, or unset RAY_ADDRESS; if it has a token, set RAY_AUTH_MODE=token"
         raise EngineError(f"no Ray cluster: {error}", hint) from error
+    if local:  # Ray lets all users read it, and who has it can run code
+        with contextlib.suppress(OSError):
+            (Path.home() / ".ray" / "auth_token").chmod(0o600)
     return local
 
 

@@ -179,7 +179,13 @@ class Cuda(Device):
         self.synchronize()
 
     def synchronize(self) -> None:
-        for stream in (self.stream, *self._senders):  # all of them, or an error on another GPU would not be reported
+        streams, found = {self.stream}, [*self._senders.values()]
+        while found:  # all of them, or an error on another GPU would not be reported
+            sender = found.pop()
+            if isinstance(sender, Cuda) and sender.stream not in streams:
+                streams.add(sender.stream)
+                found += sender._senders.values()
+        for stream in streams:
             checked(runtime.cudaStreamSynchronize(stream))
 
     def capture(self, launches: Sequence[Launch]) -> Launch:

@@ -70,7 +70,7 @@ class Decoder:
         """Draft for requests whose prompts are read, and verify in one pass of the target.
 
         A round never emits more tokens than a request may still get. Near its end fewer are drafted, and unused rows of the
-        built shape are padding.
+        built shape are padding, or left out.
 
         Args:
             names: the drafters that may be used.

@@ -16,7 +16,7 @@ import numpy as np
 import onnxruntime
 
 from outrider.backends.base import Engines, GraphEngines
-from outrider.backends.mapped import give_back, unwritten
+from outrider.backends.mapped import page_out
 from outrider.backends.onnxruntime.cuda_graphs import CudaGraphs
 from outrider.backends.onnxruntime.lone_rows import lone_rows_differ, lone_rows_vary
 from outrider.backends.onnxruntime.package import first_line
@@ -34,7 +34,7 @@ CUDA_GRAPH = "enable_cuda_graph"  # an option of CUDA's provider
 CUDA_LIBRARY = "libonnxruntime_providers_cuda.so"
 LIBRARIES = ("libcudart", "libcublas*", "libcufft", "libcurand", "libnvJitLink", "libnvrtc*", "libcudnn*")  # its dependencies
 ACCURACY = "session.qdq_matmulnbits_accuracy_level"  # 1 keeps activations in fp32
-WORTH_RELEASING = 2**26  # bytes of weights whose mapped pages are released once they are packed
+LARGE = 2**32  # bytes of weights that leave memory scarce, so that it is not held by what a second load would find there
 UNUSED_POSITIONS = 2  # the most rows that attention writes for a slot without a sequence
 
 _has_pool = False
@@ -149,8 +149,9 @@ class OnnxRuntimeEngines(GraphEngines):
     def session(self, role: str, batch: int) -> Session:
         session = super().session(role, batch)
         if role == "target":
-            on_cpu, rounded = isinstance(self.device, Cpu), self.manifest.models[role].quantization is not None
-            if (rounded and lone_rows_differ(session)) if on_cpu else lone_rows_vary(session):
+            on_cpu = {isinstance(each.device, Cpu) for each in (self, *self.others.values())}  # of its stages
+            rounded = self.manifest.models[role].quantization is not None
+            if (True in on_cpu and rounded and lone_rows_differ(session)) or (False in on_cpu and lone_rows_vary(session)):
                 session.pair_lone_rows()
         return session
 
@@ -177,8 +178,8 @@ class OnnxRuntimeEngine(Engine):
             EngineError: ONNX Runtime refuses the graph, or it has other tensors.
         """
         self._session = inference_session(path, device, rounds=rounds)
-        if (weights := path.with_name(path.name + WEIGHTS)).exists() and weights.stat().st_size >= WORTH_RELEASING:
-            give_back(unwritten(path))  # products have packed copies of most weights
+        if (weights := path.with_name(path.name + WEIGHTS)).exists() and weights.stat().st_size >= LARGE:
+            page_out(path)  # products have packed copies of most weights
         self._graphs: CudaGraphs | None = None
         if not isinstance(device, Cpu):
             # Runs go to the device's stream, in order with all other work. Recording the stream is not safe: ONNX Runtime

@@ -35,7 +35,7 @@ from outrider.engines.arrays import Floats, Int64s
 from outrider.engines.contract import INPUT_IDS, LOGITS, LOGITS_ROWS, PAST_FEATURES, POSITIONS, ROWS_DIM, sized
 from outrider.engines.device import Buffer, Cpu, Engine, Launch, nothing
 from outrider.engines.precisions import DTYPES
-from outrider.engines.session import MAX_BOUND, Pass, Session
+from outrider.engines.session import Pass, Session
 from outrider.engines.sizes import Sizes, check_memory
 from outrider.engines.staged_session import FEWEST, boundary_buffers
 
@@ -119,7 +119,7 @@ class PagedSession(Session):
         if buffers.drafted is None:
             return self._bound(buffers, [rows] * sequences)
         drafted = buffers.drafted.view()
-        bound: LRUCache[tuple[int, ...], Launch] = LRUCache(MAX_BOUND)
+        bound: LRUCache[tuple[int, ...], Launch] = LRUCache(16)  # few: with features, each takes memory
 
         def launch() -> None:
             key = tuple(drafted.tolist())

@@ -69,6 +69,7 @@ class AdaptivePolicy(Policy):
         self._steady = UNKNOWN
         self._age = 0  # rounds since the steady choices were compared
         self._sizes = 0  # number of built k that they were compared for
+        self._upkeep = 0.0  # milliseconds that the steady drafter needs later for what a round of proposals emits
         self._proposal_times: dict[str, list[tuple[Choice, float]]] = {}  # milliseconds of rounds, by drafter
         self._probes = Probes()
 
@@ -109,9 +110,9 @@ class AdaptivePolicy(Policy):
         longer = stops and not drafters.get(best.drafter).one_pass
         self._steady = Steady(best, per_token, stops, Choice(best.drafter, sizes[-1]) if longer else best)
         self._price_probes(batch, sizes)
-        upkeep = self.times.upkeep(best, batch)  # the drafter of later rounds has to read what a proposal's round emits
+        self._upkeep = self.times.upkeep(best, batch)  # the drafter of later rounds has to read what a proposal's round emits
         self._proposal_times = {
-            name: [(choice, self.times.round(choice, batch) + upkeep) for choice in (Choice(name, k) for k in sizes)]
+            name: [(choice, self.times.round(choice, batch) + self._upkeep) for choice in (Choice(name, k) for k in sizes)]
             for name in self._on_host
         }
 
@@ -135,7 +136,7 @@ class AdaptivePolicy(Policy):
                     late /= max(sum([sequence.expected for _, sequence in drafting]), 1)
                 rates = [(plan.rate, sequence.remaining - 1, 1) for plan, sequence in drafting]
                 if self.ragged and batch.size > 1:
-                    rates, time = self._shared(choice, rates, batch, least)
+                    _, rates, time = self._shared(choice, rates, batch, least)
                 times[choice] = time = time / emitted(batch.size, rates, k) + late
                 if time < least:
                     best, least = choice, time
@@ -163,23 +164,24 @@ class AdaptivePolicy(Policy):
             rates = [(self._learned.evident(who, evidence).rate, limit, n) for (who, evidence, limit), n in proposals.items()]
             slow = most if sum(proposals.values()) < batch.size else math.inf
             choices = self._proposal_times[name]
-            if self.ragged and batch.size > 1:  # the largest k has the best round of all, and what others wait limits its rows
-                longest, time = choices[-1]
-                rates, shared = self._shared(longest, rates, batch, self._steady.per_token)
-                choices, slow = [(longest, time - self.times.round(longest, batch) + shared)], math.inf
+            if choices and self.ragged and batch.size > 1:  # what others wait limits the rows instead
+                choice, rates, time = self._shared(choices[-1][0], rates, batch, self._steady.per_token)
+                choices, slow = [(choice, time + self._upkeep)], math.inf
             for choice, time in choices:
                 saved = emitted(batch.size, rates, choice.k) * self._steady.per_token - time
                 if saved > best_saving and time <= slow:
                     best_choice, best_saving = choice, saved
         return best_choice
 
-    def _shared(self, choice: Choice, rates: Rates, batch: SequenceBatch, price: float) -> tuple[Rates, float]:
-        """Return the rates with the tokens that each sequence drafts as limits, and the milliseconds of a round that leaves out
-        all other rows; they are infinite if none drafts."""
+    def _shared(self, choice: Choice, rates: Rates, batch: SequenceBatch, price: float) -> tuple[Choice, Rates, float]:
+        """Return the choice, with the k that proposals on the host need, the rates with the tokens that each sequence drafts as
+        limits, and the milliseconds of a round that leaves out all other rows; they are infinite if none drafts."""
         each = [(rate, limit) for rate, limit, count in rates for _ in range(count)]
         shares = self._shares(choice, each, batch, price)
+        if choice.drafter in self._on_host:
+            choice = choice._replace(k=self.times.costs(1).size(max(shares, default=0)))
         time = self.times.round(choice, batch, shares) if any(shares) else math.inf
-        return [(rate, share, 1) for (rate, _), share in zip(each, shares, strict=True)], time
+        return choice, [(rate, share, 1) for (rate, _), share in zip(each, shares, strict=True)], time
 
     def _shares(self, choice: Choice, rates: Sequence[tuple[float, int]], batch: SequenceBatch, price: float) -> list[int]:
         """Return how many tokens sequences draft, given the rate of each and the most tokens that it can draft."""

@@ -14,7 +14,7 @@ from outrider.runtime.policy.costs import Costs
 
 
 class RoundCosts(Costs):
-    """Doubles of rounds of `batch` sequences."""
+    """Milliseconds of rounds of `batch` sequences."""
 
     def __init__(self, manifest: Manifest, build: Build, batch: int = 1):
         super().__init__(manifest, build, batch)

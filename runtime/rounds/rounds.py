@@ -71,7 +71,7 @@ class Rounds:
         self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: EarlyStop | None = None
     ) -> list[RoundResult | EngineError | None]:
         """Draft tokens after the confirmed ones of each lane, and verify them in one target pass of `rows` rows. Rows beyond
-        the drafted tokens are padding, and their logits are unused.
+        the drafted tokens are padding, or left out, and their logits are unused.
 
         Args:
             lanes: one for each slot from `first` on.

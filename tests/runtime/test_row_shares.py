@@ -124,7 +124,10 @@ def test_the_proposal_that_is_more_often_right_gets_more_rows() -> None:
     ):
         views = [view(policy, matched=each) for each in lengths]
         choice = policy.choose(views)
+        assert choice.k == max(shares)  # a pass for more would be priced with a verifier of more rows
         assert [each.k for each in policy.each(choice, views)] == shares
+    last = [view(policy, matched=4, remaining=1)] * 2
+    assert policy.choose(last) == PLAIN  # no drafted token could be emitted
 
 
 @pytest.mark.parametrize("on_host", [True, False])
