@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -78,3 +82,30 @@ def test_stages_that_wait_sleep_and_end_with_the_chain() -> None:
         for _ in range(100):
             ray.get([each.done.remote() for each in actors], timeout=10)
             time.sleep(0.05)
+
+
+def test_after_an_interrupted_pass_the_stages_have_ended() -> None:
+    """They may be ahead of this process, and a later pass must not get the result of this one."""
+    made, before = chain(stages()), signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            made.run(asked(behaviour=LATE, stage=1))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(EngineError, match="a pass was interrupted"):
+        made.run(asked())
+
+
+def test_an_address_that_is_none_is_one_error() -> None:
+    program = "from outrider.engines.cluster import connect\nfrom outrider.errors import EngineError\n"
+    program += "try:\n    connect()\nexcept EngineError as error:\n    print(error)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "RAY_ADDRESS": "nonsense"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout.startswith("no Ray cluster: "), done.stderr

@@ -15,13 +15,15 @@ from outrider.backends.onnxruntime.backend import OnnxRuntimeBackend
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
 from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.rewriting.parts import weights_of, weights_read
+from outrider.builder.build import build_engine
+from outrider.builder.defaults import BackendChoice
 from outrider.builder.stages import balanced, cut_target
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.device import Cpu
 from outrider.engines.session import Session
 from outrider.engines.sizes import Sizes
-from outrider.errors import FolderError, UsageError
+from outrider.errors import DeviceError, FolderError, UsageError
 from outrider.runtime.generation import Outrider
 from outrider.tests.support import bench_once, build, run_here
 
@@ -87,6 +89,20 @@ def placed(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle whose stages are on two GPUs, built without them."""
     folder = tmp_path_factory.mktemp("placed") / "bundle"
     return build(tiny_export, folder, stages="2", stage_devices=("cuda:0", "cuda:1"))
+
+
+def test_the_backend_that_is_chosen_has_the_devices(tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenVINO would be faster on the CPU, and has no GPUs of NVIDIA."""
+
+    def chosen(*_: object) -> None:
+        raise DeviceError("it was chosen", "")
+
+    monkeypatch.setattr(OnnxRuntimeBackend, "build", chosen)
+    ranked = [BackendChoice(name, "") for name in ("openvino", "onnxruntime")]
+    monkeypatch.setattr("outrider.builder.build.backends", lambda manifest: ranked)
+    devices = ("cuda", "cpu")
+    with pytest.raises(DeviceError, match="it was chosen"):
+        build_engine(tiny_export, tmp_path / "bundle", backend="auto", k=[1], batch=1, stages="2", stage_devices=devices)
 
 
 def test_each_stage_is_opened_on_its_device_and_the_rest_on_the_last_ones(
