@@ -23,7 +23,7 @@ def suits(source: Source) -> bool:
         SourceError: the checkpoint has no configuration.
     """
     if source.gguf is None:
-        return source.stored_bits() == PRECISIONS[COMPARED].weight_bits
+        return source.stored_bits() == PRECISIONS[COMPARED].weight_bits and not source.reorders()
     return (kept := kept_of(source)) is not None and is_fast(kept)
 
 
@@ -57,14 +57,13 @@ def default_precision(target: Source, adapted: bool) -> tuple[str, str]:
         return UNQUANTIZED, ""
     if suits(target):
         return AS_IS, f"keeping the integers of {target.name}, which is the default (--precision {AS_IS})"
-    would = ""
-    if (kept := kept_of(target)) is not None:
-        would = f"{memory_of(kept)} of {COMPARED}"
-    elif bits := target.stored_bits():
-        would = f"its integers of {bits} bits"
+    would = would_keep(target)
     return UNQUANTIZED, f"dequantizing; --precision {AS_IS} would keep {would}" if would else ""
 
 
-def memory_of(kept: Kept) -> str:
-    """Return what as-is keeps of a GGUF file, and how much memory that takes, to be followed by "of int4"."""
-    return f"the file's {kept.kind} weights, in {kept.ratio:.1f} times the memory"
+def would_keep(source: Source) -> str:
+    """Return what as-is keeps of a checkpoint, and what that costs against int4; empty if it keeps nothing."""
+    if (kept := kept_of(source)) is not None:
+        return f"the file's {kept.kind} weights, in {kept.ratio:.1f} times the memory of {COMPARED}"
+    bits = source.stored_bits()
+    return f"its integers of {bits} bits{', up to a fifth slower' if source.reorders() else ''}" if bits else ""

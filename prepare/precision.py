@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.engines.precisions import PRECISIONS
-from outrider.export.as_is import COMPARED, is_fast, kept_of, memory_of, suits
+from outrider.export.as_is import COMPARED, kept_of, suits, would_keep
 from outrider.export.checkpoints.source import Source
 from outrider.export.weights.rounding import AS_IS
 from outrider.prepare.wanted import Wanted
@@ -51,10 +51,9 @@ def weight_bits(precision: str, source: Source) -> float:
 
 def why(precision: str, wanted: Wanted, target: Source) -> str:
     """Return why `default_precision` is what it is, and what as-is brings or would bring."""
-    kept = kept_of(target) if precision in (AS_IS, PRECISION) and not wanted.lora else None
-    if kept is None or (precision == AS_IS and is_fast(kept)):
+    if precision not in (AS_IS, PRECISION) or wanted.lora or (precision == AS_IS and suits(target)):
         return REASONS[precision]
-    memory = memory_of(kept)
+    keeps = would_keep(target)
     if precision == AS_IS:
-        return f"{memory} of {PRECISION}, which costs models of less than a billion parameters much accuracy"
-    return f"{REASONS[precision]}; {AS_IS} would keep {memory}"
+        return f"{keeps}, which costs models of less than a billion parameters much accuracy"
+    return f"{REASONS[precision]}; {AS_IS} would keep {keeps}" if keeps else REASONS[precision]

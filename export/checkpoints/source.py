@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,13 +169,20 @@ class Source:
             bits = [each.get("bits") for each in (settings, *others) if isinstance(each, dict)]
         if settings.get("quant_method") == "modelopt" and settings.get("quant_algo") == "W4A16_AWQ":
             bits = [4]
-        groups = settings.get("config_groups")
-        if settings.get("quant_method") == "compressed-tensors" and isinstance(groups, dict):
-            given = [each.get("weights") for each in groups.values() if isinstance(each, dict)]
-            schemes = [each for each in given if isinstance(each, dict)]
-            if any(each.get("type") == "int" for each in schemes):  # others among them take more
-                bits = [each.get("num_bits") for each in schemes]
+        schemes = _schemes(settings)
+        if any(each.get("type") == "int" for each in schemes):  # others among them take more
+            bits = [each.get("num_bits") for each in schemes]
         return max((each for each in bits if isinstance(each, int) and each <= 8), default=None)  # 16 bits: floats
+
+    def reorders(self) -> bool:
+        """Return whether weights that share a scale belong to inputs in another order (act-order), so that each product has to
+        reorder its inputs.
+
+        Raises:
+            SourceError: see `quantization`.
+        """
+        settings = self.quantization()
+        return bool(settings.get("desc_act")) or any(each.get("actorder") == "group" for each in _schemes(settings))
 
     def drafting_role(self) -> str:
         """Return the checkpoint's role as a draft, one of `bundle.manifest.ROLES`, according to its configuration.
@@ -209,6 +216,13 @@ class Source:
             else:
                 hint = "check that the checkpoint is complete, and that transformers supports its model type"
             raise SourceError(f"cannot read the {what} of {self.name}: {reason_of(error)}", hint) from error
+
+
+def _schemes(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return how compressed-tensors has quantized groups of weights, according to a `quantization_config`."""
+    groups = settings.get("config_groups") if settings.get("quant_method") == "compressed-tensors" else None
+    given = [each.get("weights") for each in groups.values() if isinstance(each, dict)] if isinstance(groups, dict) else []
+    return [each for each in given if isinstance(each, dict)]
 
 
 def reason_of(error: BaseException) -> str:

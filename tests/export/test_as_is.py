@@ -249,6 +249,8 @@ def test_the_configuration_tells_the_bits(settings: object, bits: int | None, tm
     ("stored", "precision", "said"),
     [
         ("gptq", "fp32", "dequantizing; --precision as-is would keep its integers of 8 bits"),
+        ("act-order", "fp32", "dequantizing; --precision as-is would keep its integers of 4 bits, up to a fifth slower"),
+        ("actorder", "fp32", "dequantizing; --precision as-is would keep its integers of 4 bits, up to a fifth slower"),
         ("awq", "as-is", "keeping the integers of model, which is the default"),
         ("Q4_0", "as-is", "keeping the integers of model.gguf, which is the default"),
         ("Q4_1", "fp32", "dequantizing; --precision as-is would keep the file's Q4_1 weights, in 1.0 times the memory of int4"),
@@ -271,9 +273,14 @@ def test_integers_are_kept_by_default_where_they_are_as_fast_as_int4(
     else:
         path = tmp_path / "model"
         path.mkdir()
-        bits = {"awq": 4, "gptq": 8}
-        settings = {"quantization_config": {"quant_method": stored, "bits": bits[stored]}} if stored in bits else {}
-        (path / "config.json").write_text(json.dumps(settings))
+        scheme = {"num_bits": 4, "type": "int", "actorder": "group"}
+        settings = {
+            "awq": {"quant_method": "awq", "bits": 4},
+            "gptq": {"quant_method": "gptq", "bits": 8},
+            "act-order": {"quant_method": "gptq", "bits": 4, "desc_act": True},
+            "actorder": {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": scheme}}},
+        }
+        (path / "config.json").write_text(json.dumps({"quantization_config": settings.get(stored)}))
     asked = ExportArguments.check(str(path), [], tmp_path / "export")
     found = asked.with_default(Recorded())
     kept = found.rounding is not None and found.rounding.method == AS_IS

@@ -154,7 +154,7 @@ def test_a_gguf_file_is_kept_as_it_is_if_that_is_as_fast_or_the_model_is_small(
     assert default_precision(adapted, source) == "int4"  # it changes what is stored
     monkeypatch.setattr("outrider.prepare.precision.SMALL", weights // 2)
     assert default_precision(wanted, source) == precision
-    assert why("int4", wanted, source) == "the fastest" + f"; as-is would keep {memory}" * (times is not None)
+    assert why("int4", wanted, source) == "the fastest" + f"; as-is would keep {memory} of int4" * (times is not None)
     assert why("int4", adapted, source) == "the fastest"
 
 
