@@ -16,6 +16,8 @@ from outrider.runtime.policy.early_stop import EarlyStop
 from outrider.runtime.policy.lengths import AnswerLengths
 from outrider.runtime.rounds.rounds import RoundResult
 
+REPAID = 0.75  # of an answer's expected length
+
 
 class Offer(NamedTuple):
     """What a drafter can do for a sequence in the next round."""
@@ -42,8 +44,9 @@ class SequenceView(NamedTuple):
 
     @property
     def expected(self) -> float:
-        """The number of tokens that will probably still be emitted."""
-        return self.lengths.expected(self.emitted, self.remaining)
+        """The number of tokens within which a drafter's reading has to pay: `REPAID` of those that will probably still be
+        emitted, because an answer that ends early loses more than a long one gains."""
+        return REPAID * self.lengths.expected(self.emitted, self.remaining)
 
     def proposer(self, preferred: str) -> str | None:
         """Return the drafter whose proposal the sequence uses in a round of proposals: the preferred one or, because the pass

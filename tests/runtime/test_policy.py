@@ -120,7 +120,7 @@ def test_a_draft_that_was_left_behind_is_worth_its_catching_up_or_not() -> None:
 
 
 def test_the_prompt_is_read_if_the_answer_will_probably_be_long_enough() -> None:
-    """Not by what it may be at most. Reading takes 140 ms, and a drafted token saves 5."""
+    """Not by what it may be at most. Reading takes 140 ms, and a drafted token saves 5: most of the answer must repay it."""
     policy = adaptive(costs(acceptance=0.9))
     lengths, others = policy.lengths("a"), policy.lengths("b")
     assert lengths.expected(0, 1000) == USUAL
@@ -131,7 +131,9 @@ def test_the_prompt_is_read_if_the_answer_will_probably_be_long_enough() -> None
     assert lengths.expected(0, 1000) == pytest.approx((20 * 5 + 2 * USUAL) / 22)
     assert lengths.expected(5, 1000) == USUAL  # longer than any before
     assert others.expected(0, 1000) == USUAL
-    for each, drafter in ((lengths, NONE), (others, MODEL)):
+    for _ in range(20):
+        (doubtful := policy.lengths("c")).observe(37)
+    for each, drafter in ((lengths, NONE), (doubtful, NONE), (others, MODEL)):
         sequence = view(policy, 2000, pending=1900, emitted=0)._replace(lengths=each)
         assert policy.choose([sequence]).drafter == drafter
 

@@ -11,6 +11,7 @@ from outrider.runtime.drafters.base import Reading, Resources
 from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.policy.adaptive import AdaptivePolicy
 from outrider.runtime.policy.choice import PLAIN, Choice
+from outrider.runtime.policy.lengths import AnswerLengths
 from outrider.runtime.policy.policy import Offer, SequenceView
 from outrider.tests.runtime.policies import MODEL, adaptive, costs, observe, view
 
@@ -55,8 +56,10 @@ def test_it_learns_how_much_must_be_read() -> None:
 
 
 def test_a_reading_holds_for_the_rest_of_the_answer() -> None:
-    policy = adaptive(costs(acceptance=0.9))
-    later = offering(policy, [Reading(64, 0), Reading(0, LONG - 2)], 1000)
+    policy, lengths = adaptive(costs(acceptance=0.9)), AnswerLengths()
+    for _ in range(20):
+        lengths.observe(1000)
+    later = offering(policy, [Reading(64, 0), Reading(0, LONG - 2)], 1000)._replace(lengths=lengths)
     assert read(policy, later) == Reading(0, LONG - 2), "another request's reading is no choice of this one"
     drafted(policy, later, 2, 1)
     assert read(policy, later) == Reading(64, 0)
