@@ -53,7 +53,8 @@ def why(precision: str, wanted: Wanted, target: Source) -> str:
     """Return why `default_precision` is what it is, and what as-is brings or would bring."""
     if precision not in (AS_IS, PRECISION) or wanted.lora or (precision == AS_IS and suits(target)):
         return REASONS[precision]
-    keeps = would_keep(target)
+    if not (keeps := would_keep(target)):
+        return REASONS[precision]
     if precision == AS_IS:
         return f"{keeps}, which costs models of less than a billion parameters much accuracy"
-    return f"{REASONS[precision]}; {AS_IS} would keep {keeps}" if keeps else REASONS[precision]
+    return f"{REASONS[precision]}; {AS_IS} would keep {keeps}"
