@@ -34,7 +34,7 @@ CUDA_GRAPH = "enable_cuda_graph"  # an option of CUDA's provider
 CUDA_LIBRARY = "libonnxruntime_providers_cuda.so"
 LIBRARIES = ("libcudart", "libcublas*", "libcufft", "libcurand", "libnvJitLink", "libnvrtc*", "libcudnn*")  # its dependencies
 ACCURACY = "session.qdq_matmulnbits_accuracy_level"  # 1 keeps activations in fp32
-LARGE = 2**32  # bytes of weights that leave memory scarce, so that it is not held by what a second load would find there
+LARGE = 2**31  # bytes of weights that leave memory scarce, so that it is not held by what a second load would find there
 UNUSED_POSITIONS = 2  # the most rows that attention writes for a slot without a sequence
 
 _has_pool = False
