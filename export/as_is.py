@@ -16,20 +16,18 @@ UNQUANTIZED = "fp32"  # the precision of an export of what as-is does not suit
 MOST_LARGER = 1.1  # times the memory of `COMPARED` that a file's own numbers may take: docs/guides/quantized.md
 
 
-def suits(source: Source) -> bool:
-    """Return whether as-is suits a checkpoint, which for a GGUF file depends on the types of its tensors.
+def suits(source: Source, kept: Kept | None) -> bool:
+    """Return whether as-is suits a checkpoint. Of a GGUF file, offsets need a second product.
+
+    Args:
+        kept: what `kept_of` returns.
 
     Raises:
         SourceError: the checkpoint has no configuration.
     """
     if source.gguf is None:
         return source.stored_bits() == PRECISIONS[COMPARED].weight_bits and not source.reorders()
-    return (kept := kept_of(source)) is not None and is_fast(kept)
-
-
-def is_fast(kept: Kept) -> bool:
-    """Return whether what as-is keeps of a GGUF file runs as fast as int4. Offsets need a second product."""
-    return kept.ratio <= MOST_LARGER and not kept.offsets
+    return kept is not None and kept.ratio <= MOST_LARGER and not kept.offsets
 
 
 def kept_of(source: Source) -> Kept | None:
@@ -55,15 +53,15 @@ def default_precision(target: Source, adapted: bool) -> tuple[str, str]:
     """
     if adapted:
         return UNQUANTIZED, ""
-    if suits(target):
+    if suits(target, kept := kept_of(target)):
         return AS_IS, f"keeping the integers of {target.name}, which is the default (--precision {AS_IS})"
-    would = would_keep(target)
+    would = would_keep(target, kept)
     return UNQUANTIZED, f"dequantizing; --precision {AS_IS} would keep {would}" if would else ""
 
 
-def would_keep(source: Source) -> str:
-    """Return what as-is keeps of a checkpoint, and what that costs against int4; empty if it keeps nothing."""
-    if (kept := kept_of(source)) is not None:
+def would_keep(source: Source, kept: Kept | None) -> str:
+    """Return what as-is keeps of a checkpoint, and what that costs against int4; empty if it keeps nothing. See `suits`."""
+    if kept is not None:
         return f"the file's {kept.kind} weights, in {kept.ratio:.1f} times the memory of {COMPARED}"
     bits = source.stored_bits()
     return f"its integers of {bits} bits{', up to a fifth slower' if source.reorders() else ''}" if bits else ""

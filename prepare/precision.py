@@ -32,7 +32,7 @@ def default_precision(wanted: Wanted, target: Source) -> str:
     if wanted.lora:
         return PRECISION
     kept = kept_of(target)
-    return AS_IS if suits(target) or (kept is not None and kept.parameters < SMALL) else PRECISION
+    return AS_IS if suits(target, kept) or (kept is not None and kept.parameters < SMALL) else PRECISION
 
 
 def weight_bits(precision: str, source: Source) -> float:
@@ -51,9 +51,10 @@ def weight_bits(precision: str, source: Source) -> float:
 
 def why(precision: str, wanted: Wanted, target: Source) -> str:
     """Return why `default_precision` is what it is, and what as-is brings or would bring."""
-    if precision not in (AS_IS, PRECISION) or wanted.lora or (precision == AS_IS and suits(target)):
+    if precision not in (AS_IS, PRECISION) or wanted.lora:
         return REASONS[precision]
-    if not (keeps := would_keep(target)):
+    kept = kept_of(target)
+    if (precision == AS_IS and suits(target, kept)) or not (keeps := would_keep(target, kept)):
         return REASONS[precision]
     if precision == AS_IS:
         return f"{keeps}, which costs models of less than a billion parameters much accuracy"
