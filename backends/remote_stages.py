@@ -26,7 +26,6 @@ import outrider
 from outrider.backends.base import Engines
 from outrider.backends.stage_chain import Chain
 from outrider.backends.stage_host import Crossing, StageHost, passed, seal
-from outrider.engines.arrays import Floats
 from outrider.engines.cluster import connect
 from outrider.engines.device import Cpu, Launch
 from outrider.engines.session import Pass, Session
@@ -63,12 +62,6 @@ class RemoteStages(Session):
 
     def pair_lone_rows(self) -> None:
         self._chain.later("pair_lone_rows")
-
-    def share_features(self, target: Session) -> None:
-        raise AssertionError("a target reads no features")
-
-    def set_features(self, features: Floats) -> None:
-        raise AssertionError("the last stage has the features")
 
     def clear(self, slot: int) -> None:
         self._chain.later("clear", slot)

@@ -19,10 +19,10 @@ from outrider.backends.open import open_engines, read_bundle
 from outrider.bundle.integrity import check_file, unchanged
 from outrider.bundle.manifest import WEIGHTS, Manifest, step_file
 from outrider.engines.arrays import Int64s
-from outrider.engines.contract import BATCH_DIM, ROWS_DIM, Tensor, sized
+from outrider.engines.contract import Tensor
 from outrider.engines.device import Buffer, Cpu, Launch
 from outrider.engines.session import MAX_BOUND, Pass
-from outrider.engines.staged_session import FEWEST, boundary_buffers
+from outrider.engines.staged_session import boundary_buffers, crossing_layout
 from outrider.errors import EngineError, OutriderError, reason_of
 from outrider.progress import SILENT
 
@@ -55,8 +55,8 @@ def seal(manifest: Manifest) -> str:
 
 def passed(tensors: Sequence[Tensor], boundary: Mapping[str, Buffer], count: int, rows: int) -> list[npt.NDArray[Any]]:
     """Return the part of a boundary that a pass of `count` sequences with `rows` rows may use."""
-    names = {BATCH_DIM: count, ROWS_DIM: FEWEST if count * rows < FEWEST else rows}
-    return [boundary[each.name].part(0, *sized(each.shape, names)).view() for each in tensors]
+    layout = crossing_layout(tensors, count, rows)
+    return [boundary[name].part(0, *shape).view() for name, (shape, _) in layout.items()]
 
 
 @contextmanager

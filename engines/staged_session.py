@@ -22,6 +22,11 @@ def boundary_layout(tensors: Iterable[Tensor], sizes: Sizes) -> Layout:
     return pass_layout(tensors, sizes.batch, max(sizes.max_rows, FEWEST))
 
 
+def crossing_layout(tensors: Iterable[Tensor], count: int, rows: int) -> Layout:
+    """Return what stages give each other in a pass of `count` sequences with `rows` rows each."""
+    return pass_layout(tensors, count, FEWEST if count * rows < FEWEST else rows)
+
+
 def boundary_buffers(device: Device, tensors: Iterable[Tensor], sizes: Sizes) -> dict[str, Buffer]:
     """Return memory for what stages give each other, by name, for the largest pass of a session.
 
@@ -125,7 +130,7 @@ class StagedSession(Session):
         if following.stream == device.stream:
             return []
         given, taken = self._boundaries[device.stream], self._boundaries[following.stream]
-        layout = pass_layout(self._gives[index], count, FEWEST if count * rows < FEWEST else rows)
+        layout = crossing_layout(self._gives[index], count, rows)
         return [
             following.receive(taken[name].part(0, *shape), given[name].part(0, *shape), device)
             for name, (shape, _) in layout.items()
