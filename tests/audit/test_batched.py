@@ -88,7 +88,7 @@ def test_texts_of_requests_that_share_passes_are_those_of_requests_alone(bundle:
         (verdict,) = (row[-2] for row in cells if row[1] == (fault or "none: the reference itself"))
         assert verdict.startswith("detected" if is_found else "not detected")
     assert lines[-1] == ("the bundle passes" if found else "the bundle FAILS")
-    assert "batched    pass  25 texts of batched requests" in done.stdout  # 5 requests, plain and in 4 modes
+    assert "batched    pass  30 texts of batched requests" in done.stdout  # 5 requests, plain and in 5 modes
     assert {(SLOTS, greedy, k) for greedy in (True, False) for k in (0, 1, 4)} <= together
 
 
