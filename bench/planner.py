@@ -113,19 +113,20 @@ def of_traces(costs: RoundCosts, drafter: str, traces: Sequence[Trace]) -> list[
                 for trace, without in zip(traces_of, plain, strict=True)
                 for at in [len(trace.prompt)]
             ]
-            length, better = (tokens_per_round(drafter, traces_of, k, share) for share in (0.0, BETTER))
+            length, better = (tokens_per_round(costs, drafter, traces_of, k, share) for share in (0.0, BETTER))
             predictions.append(_prediction(workload, drafter if k else NONE, k, length, better, tokens, texts))
     return predictions
 
 
-def tokens_per_round(drafter: str, traces: Sequence[Trace], k: int, flipped_share: float = 0.0) -> float:
+def tokens_per_round(costs: RoundCosts, drafter: str, traces: Sequence[Trace], k: int, flipped_share: float = 0.0) -> float:
     """Return the mean acceptance length of recorded texts over the rounds that draft: all except a round for the very last
-    token of the limit, and for the first one if the drafter must read the prompt. `flipped_share` is the share of rejections
-    that count as acceptances."""
+    token of the limit, and those before the drafter has read the prompt. `flipped_share` is the share of rejections that count
+    as acceptances."""
     survival = [0.0] * k
     rounds = 0
     for trace in traces:
-        at = int(drafters.get(drafter).unread(len(trace.prompt), [k]) > 0)
+        unread = drafters.get(drafter).unread(len(trace.prompt), [k])
+        at = unread and costs.pieces(drafter, unread + 1, len(trace.prompt))
         while at < len(trace.tokens):
             accepted = trace.accepted(drafter, at, min(k, trace.remaining(at) - 1))
             rounds += trace.remaining(at) > 1

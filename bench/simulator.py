@@ -149,7 +149,7 @@ def replay(trace: Trace, costs: RoundCosts, policy: Policy) -> float:
     clock = SimulatedClock()
     target = SimulatedSession(lambda rows, end: None)
     rounds = SimulatedRounds(trace, costs, clock)
-    decoder = Decoder(target, rounds, simulated_drafters(policy.names, costs, clock), costs.k, costs.chunk, clock)
+    decoder = Decoder(target, rounds, simulated_drafters(policy.names, costs, clock), costs.k, costs.chunk, costs.piece, clock)
     params = SamplingParams(max_new_tokens=trace.remaining(0))
     request = Request(list(trace.prompt), params, SamplingState(params, [], [], VOCABULARY), None, VOCABULARY)
     request.acceptance = policy.begin()

@@ -21,7 +21,7 @@ from outrider.runtime.grammar.errors import GrammarError
 from outrider.runtime.policy.choice import NONE, PLAIN, Choice
 from outrider.runtime.policy.early_stop import EarlyStop
 from outrider.runtime.policy.policy import Observation, Offer, Policy, SequenceView
-from outrider.runtime.request import Request
+from outrider.runtime.request import BegunReading, Request
 from outrider.runtime.rounds.buffers import Lane
 from outrider.runtime.rounds.rounds import RoundResult
 
@@ -53,20 +53,20 @@ class Decoder:
         drafters: Mapping[str, Drafter],
         k: Sequence[int],
         max_prompt_chunk: int,
+        piece: Callable[[str, int], int],
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """Decode with the built k. `clock` returns seconds."""
+        """Decode with the built k. `piece` is `RoundCosts.piece`, and `clock` returns seconds."""
         self.target = target
         self.rounds = rounds
         self.drafters = drafters
         self.slots = Slots(target, drafters, max_prompt_chunk)
         self._on_device = {name: drafter for name, drafter in drafters.items() if isinstance(drafter, DeviceDrafter)}
         self._k = sorted({0, *k})
+        self._piece = piece
         self.clock = clock
 
-    def round(
-        self, requests: Sequence[Request], policy: Policy, names: Sequence[str], most: int | None = None
-    ) -> list[RoundResult | EngineError]:
+    def round(self, requests: Sequence[Request], policy: Policy, names: Sequence[str]) -> list[RoundResult | EngineError]:
         """Draft for requests whose prompts are read, and verify in one pass of the target.
 
         A round never emits more tokens than a request may still get. Near its end fewer are drafted, and unused rows of the
@@ -74,18 +74,19 @@ class Decoder:
 
         Args:
             names: the drafters that may be used.
-            most: the most tokens of a text that a drafter may process before the round; None is no limit. A request drafts
-                nothing in this round if its drafter has more pending.
 
         Raises:
             EngineError: the backend failed; nothing was confirmed.
         """
         batched = len(requests) > 1
+        unfinished = [request for request in requests if request.reading is not None]
+        for request in unfinished[:1]:
+            self._read(request)
         active = [self._active(request, names, batched) for request in requests]
         indexes = [each.slot.index for each in active]
         first = min(indexes)
         used = self.slots.between(first, max(indexes))
-        choice, own, views = self._plan(policy, active, used, most)
+        choice, own, views = self._plan(policy, active, used, bool(unfinished))
         lanes = self._lanes(choice, own, active, used)
         stop = policy.early_stop(choice, views[0]) if len(views) == 1 and choice.drafter in self._on_device else None
         self.slots.synchronize()  # earlier launches must not count towards the time of this round
@@ -134,7 +135,7 @@ class Decoder:
         context = _context(request, slot)
         for name in names:
             drafter = self.drafters[name]
-            if not drafter.can_draft(len(tokens), batched):
+            if not drafter.can_draft(len(tokens), batched) or (request.reading is not None and request.reading.drafter == name):
                 continue
             if name in self._on_device:
                 offers[name] = Offer(drafter.readings(index, tokens), None)
@@ -146,12 +147,13 @@ class Decoder:
         return offers
 
     def _plan(
-        self, policy: Policy, active: Sequence[Active], used: Sequence[Slot], most: int | None
+        self, policy: Policy, active: Sequence[Active], used: Sequence[Slot], read: bool
     ) -> tuple[Choice, list[Choice], list[SequenceView]]:
         """Let the drafter catch up. Return the choice with the smallest sufficient k, how each request drafts, and the views of
         the requests after it.
 
-        A drafter reads a prompt after the first token of the answer, and in each round for one request.
+        A drafter reads a prompt after the first token of the answer, piece by piece before rounds, and before a round for one
+        request: `read` is whether it was done.
         """
         views = [each.view for each in active]
         choice = policy.choose(views)
@@ -161,8 +163,8 @@ class Decoder:
         built = [size for size in self._k if size <= min(choice.k, room)]
         left = max([each.view.remaining for each in active]) - 1
         limit = next((size for size in built if size >= left), built[-1])
-        own, read = policy.each(choice, views), False
-        for index, ((request, slot, view), (name, count)) in enumerate(zip(active, own, strict=True)):
+        own = policy.each(choice, views)
+        for index, ((request, _, view), (name, count)) in enumerate(zip(active, own, strict=True)):
             count, offer = min(count, limit, view.remaining - 1), view.offers.get(name)
             if offer is None:
                 count = 0
@@ -172,11 +174,10 @@ class Decoder:
                 reading = policy.reading(choice, view)
                 behind = reading is None or reading.pending > 0 or reading.window != offer.window
                 if behind and reading is not None and view.emitted and not read:
-                    drafter, read = self.drafters[name], True
-                    self.slots.catch_up(slot, drafter, reading.window, most)
-                    offer = Offer(drafter.readings(slot.index, request.tokens), None)
+                    request.reading, read = BegunReading(name, reading.window), True
+                    offer = self._read(request)
                     views[index] = view._replace(offers={**view.offers, name: offer})
-                    behind = offer.readings[0].pending > 0
+                    behind = request.reading is not None
                 count = 0 if behind else count
             own[index] = Choice(name, count) if count else PLAIN
         longest = max(each.k for each in own)
@@ -184,6 +185,17 @@ class Decoder:
             return PLAIN, own, views
         names = [each.drafter for each in own if each.k]
         return Choice(choice.drafter if choice.drafter in names else names[0], self._size(longest)), own, views
+
+    def _read(self, request: Request) -> Offer:
+        """Let a drafter read the next piece of a text. Return what it offers then."""
+        slot, reading = request.slot, request.reading
+        assert slot is not None
+        assert reading is not None
+        drafter = self.drafters[reading.drafter]
+        self.slots.catch_up(slot, drafter, reading.window, self._piece(reading.drafter, len(request.tokens)))
+        offer = Offer(drafter.readings(slot.index, request.tokens), None)
+        request.reading = reading if offer.readings[0].pending else None
+        return offer
 
     def _lanes(self, choice: Choice, own: Sequence[Choice], active: Sequence[Active], used: Sequence[Slot]) -> list[Lane]:
         """Return the lanes of a round, one for each slot from the first to the last in use."""

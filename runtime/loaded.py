@@ -77,7 +77,8 @@ class LoadedBundle:
         launches = Launches(device, target, self.samplers, on_device, build.k[-1])
         parts: list[Engine | Session] = [*self.samplers.values(), *self.sessions.values()]
         self.rounds = Rounds(device, launches, record=all(part.recordable for part in parts), observer=observer)
-        self.decoder = Decoder(target, self.rounds, loaded, build.k, build.max_prompt_chunk)
+        piece = RoundCosts(self.manifest, build).piece
+        self.decoder = Decoder(target, self.rounds, loaded, build.k, build.max_prompt_chunk, piece)
         self.policy = policy
 
     @classmethod

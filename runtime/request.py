@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.runtime.cache.slot import Slot
 from outrider.runtime.params import SamplingParams
@@ -38,6 +39,13 @@ class Event:
         return "".join(text for text, _ in self.pieces)
 
 
+class BegunReading(NamedTuple):
+    """A text that a drafter has read in part."""
+
+    drafter: str
+    window: int  # see `Reading`
+
+
 class Request:
     """A prompt, its parameters, and the answer as it grows."""
 
@@ -55,6 +63,7 @@ class Request:
         self.stats = Stats(prompt_tokens=len(prompt))
         self.acceptance: dict[DraftedBy, Acceptance] = {}
         self.lengths = AnswerLengths()  # of the owner's answers
+        self.reading: BegunReading | None = None  # goes on before the next rounds
         self.owner: Hashable = None  # whose share of the slots and of the queue it takes
         self.priority = 0  # among the owner's requests; the lowest is served first
         self.submitted = 0.0  # by the scheduler's clock, in seconds

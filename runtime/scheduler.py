@@ -256,9 +256,8 @@ class Scheduler:
         return None
 
     def _round(self, requests: list[Request]) -> list[tuple[Request, RoundResult | EngineError]]:
-        most = self.bundle.build.max_prompt_chunk if len(self._running) > 1 else None  # a drafter must not delay others
         try:
-            results = self._decoder.round(requests, self._policy, self._drafters, most)
+            results = self._decoder.round(requests, self._policy, self._drafters)
         except EngineError as error:
             if len(requests) == 1:
                 return [(requests[0], error)]

@@ -14,7 +14,7 @@ from outrider.runtime.drafters.base import DeviceDrafter, Reading, Resources
 from outrider.runtime.policy.costs import Costs
 from outrider.runtime.rounds.sampling import top_probability
 
-WINDOWS: tuple[int, ...] = (64, 128, 256)  # of models that read tokens alone
+WINDOWS: tuple[int, ...] = (16, 64, 128, 256)  # of models that read tokens alone
 
 
 class CachedDrafter(DeviceDrafter):

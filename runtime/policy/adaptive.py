@@ -69,6 +69,7 @@ class AdaptivePolicy(Policy):
         self._steady = UNKNOWN
         self._age = 0  # rounds since the steady choices were compared
         self._sizes = 0  # number of built k that they were compared for
+        self._able: list[str] = []  # the drafters on the device that could draft when they were compared
         self._upkeep = 0.0  # milliseconds that the steady drafter needs later for what a round of proposals emits
         self._proposal_times: dict[str, list[tuple[Choice, float]]] = {}  # milliseconds of rounds, by drafter
         self._probes = Probes()
@@ -87,8 +88,10 @@ class AdaptivePolicy(Policy):
         if self.times.pace.overdue:
             return PLAIN
         sizes = self.sizes(batch.remaining)
+        able = [name for name in self._on_device if any(name in sequence.offers for sequence in sequences)]
         self._age += 1
-        if self._steady is UNKNOWN or self._age >= REVIEW or len(sizes) != self._sizes:
+        if self._steady is UNKNOWN or self._age >= REVIEW or len(sizes) != self._sizes or able != self._able:
+            self._able = able
             self._review(batch, sizes)
         proposed = self._proposed(batch)
         if proposed != PLAIN:
@@ -123,7 +126,7 @@ class AdaptivePolicy(Policy):
             the best choice, and its milliseconds per token.
         """
         best, least = PLAIN, self.times.round(PLAIN, batch) / batch.size
-        times = {PLAIN: least}
+        times, plain = {PLAIN: least}, least
         for name in self._on_device:
             offered = [(each, self._options(name, each)) for each in batch.sequences if name in each.offers]
             for k in sizes if offered else ():
@@ -131,13 +134,15 @@ class AdaptivePolicy(Policy):
                 time = self.times.round(choice, batch)
                 plans = [(best_plan(sequence, options, k, time / batch.size), sequence) for sequence, options in offered]
                 drafting = [(plan, sequence) for plan, sequence in plans if plan.saved >= 0]
-                late = sum([plan.late for plan, _ in drafting])
-                if late:
-                    late /= max(sum([sequence.expected for _, sequence in drafting]), 1)
+                late = waits = 0.0  # by token
+                if expected := sum([sequence.expected for _, sequence in drafting]):
+                    late = sum([plan.late for plan, _ in drafting]) / max(expected, 1)
+                    waits = min(sum([plan.wait for plan, _ in drafting]) / max(expected, 1), 1)
                 rates = [(plan.rate, sequence.remaining - 1, 1) for plan, sequence in drafting]
                 if self.ragged and batch.size > 1:
                     _, rates, time = self._shared(choice, rates, batch, least)
-                times[choice] = time = time / emitted(batch.size, rates, k) + late
+                drafted = time / emitted(batch.size, rates, k)
+                times[choice] = time = drafted + waits * max(plain - drafted, 0) + late
                 if time < least:
                     best, least = choice, time
         previous = self._steady.choice
@@ -265,21 +270,22 @@ class AdaptivePolicy(Policy):
         readings = sequence.offers[name].readings
         if len(readings) > 1 and sequence.acceptance[name, readings[0].window].observed:
             readings = readings[:1]
-        return [DraftPlan(reading, *self._late_and_rate(name, sequence, reading)) for reading in readings]
+        return [self._plan(name, sequence, reading) for reading in readings]
 
-    def _late_and_rate(self, name: str, sequence: SequenceView, reading: Reading) -> tuple[float, float]:
-        """Return the milliseconds that a drafter has to read, and the acceptance to compare it by.
+    def _plan(self, name: str, sequence: SequenceView, reading: Reading) -> DraftPlan:
+        """Return the way to draft after a reading.
 
         With several drafters, the best one for a request often differs from the last request's. So a drafter that can be tried
         for less than a plain round gets the benefit of the doubt.
         """
-        acceptance, late = sequence.acceptance[name, reading.window], self.times.catch_up(name, reading, sequence.length)
+        acceptance = sequence.acceptance[name, reading.window]
+        late, wait = self.times.catch_up(name, reading, sequence.length)
         if reading.window:  # summaries need the whole text, so there is no benefit of the doubt
-            return late, acceptance.cautious
+            return DraftPlan(reading, late, wait, acceptance.cautious)
         if len(self._on_device) == 1:
-            return late, acceptance.rate
+            return DraftPlan(reading, late, wait, acceptance.rate)
         dear = late > self.times.round(PLAIN, self._batch) / self._batch.size
-        return late, acceptance.cautious if dear else acceptance.upper_estimate
+        return DraftPlan(reading, late, wait, acceptance.cautious if dear else acceptance.upper_estimate)
 
     def early_stop(self, choice: Choice, sequence: SequenceView) -> EarlyStop | None:
         steady = self._steady
@@ -295,14 +301,16 @@ class AdaptivePolicy(Policy):
     def observe(self, seen: Observation) -> None:
         name, sequences, steady = seen.choice.drafter, seen.sequences, self._steady
         done = [result for result in seen.results if result is not None]
-        self._probes.again = NONE
+        if self._probes.again == name:
+            self._probes.again = NONE
         if name in self._confidence:
             self._age = REVIEW  # what was learned may change the comparison at once
             if len(sequences) == 1 and done:
                 self._confidence[name].observe(done[0].confidences, done[0].accepted)
             if name != steady.choice.drafter and all(result.accepted == len(result.drafted) for result in done):
                 tokens = sum(len(result.tokens) for result in done)
-                self._probes.again = name if seen.milliseconds < tokens * steady.per_token else NONE
+                if seen.milliseconds < tokens * steady.per_token:
+                    self._probes.again = name
         for sequence, result in zip(sequences, seen.results, strict=True):
             if result is not None:
                 self._learned.observe(sequence, result)

@@ -13,7 +13,7 @@ from outrider.runtime.policy.policy import SequenceView
 from outrider.runtime.rounds.rounds import RoundResult
 
 MEASURED_TOKENS = 20.0  # the weight of the manifest's acceptance: one unusual request must not overrule it
-PARTIAL, PARTIAL_TOKENS = 0.7, 10.0  # the share of it to assume if the draft reads only the end of a text, and its weight
+PARTIAL, PARTIAL_TOKENS = 0.85, 10.0  # the share of it to assume if the draft reads only the end of a text, and its weight
 REQUEST_MEMORY, REQUEST_WEIGHT = 0.94, 3.0  # of a request's acceptance, and the weight of earlier requests in it
 HISTORY_MEMORY, HISTORY_WEIGHT = 0.99, 2.0  # of earlier requests' acceptance
 OWNERS = 1024  # whose answers are learned from

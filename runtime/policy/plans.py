@@ -17,6 +17,7 @@ class DraftPlan(NamedTuple):
 
     reading: Reading
     late: float  # milliseconds to read
+    wait: int  # rounds until it has read
     rate: float  # acceptance
     saved: float = 0.0  # milliseconds that it will probably save
 
@@ -25,8 +26,9 @@ def best_plan(sequence: SequenceView, options: list[DraftPlan], k: int, share: f
     """Return the option that saves the most time, for a sequence whose share of a round is `share`."""
     if len(options) == 1 and not options[0].late:
         return options[0]
-    limit, plain = min(k, sequence.remaining - 1), sequence.expected * share
-    saved = [plain * (1 - 1 / expected_tokens(option.rate, limit)) - option.late for option in options]
+    limit, expected = min(k, sequence.remaining - 1), sequence.expected
+    gains = [share * (1 - 1 / expected_tokens(option.rate, limit)) for option in options]
+    saved = [max(expected - option.wait, 0) * gain - option.late for option, gain in zip(options, gains, strict=True)]
     at = max(range(len(options)), key=saved.__getitem__)
     return options[at]._replace(saved=saved[at])
 

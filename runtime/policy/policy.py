@@ -16,7 +16,7 @@ from outrider.runtime.policy.early_stop import EarlyStop
 from outrider.runtime.policy.lengths import AnswerLengths
 from outrider.runtime.rounds.rounds import RoundResult
 
-REPAID = 0.75  # of an answer's expected length
+REPAID = 0.5  # of an answer's expected length
 
 
 class Offer(NamedTuple):

@@ -15,7 +15,7 @@ class Probes:
     """Decides when to try which drafter."""
 
     def __init__(self) -> None:
-        self.again = NONE  # the drafter of the last round, if that was a probe that paid off
+        self.again = NONE  # the drafter of a probe that is still to run, because it reads first, or that paid off
         self._usual_round = 0.0  # milliseconds of a round of the steady choice
         self._waited: dict[str, float] = {}  # milliseconds of such rounds since a drafter was last tried
         self._prices: list[tuple[Choice, float]] = []  # what each probe must have waited
@@ -36,6 +36,6 @@ class Probes:
         for choice, price in self._prices:
             waited = self._waited[choice.drafter] = self._waited.get(choice.drafter, 0.0) + self._usual_round
             if waited > price or choice.drafter == self.again:
-                self._waited[choice.drafter] = 0.0
+                self._waited[choice.drafter], self.again = 0.0, choice.drafter
                 return choice
         return PLAIN

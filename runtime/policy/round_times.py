@@ -68,12 +68,13 @@ class RoundTimes:
     def _cost(self, choice: Choice, drafted: int, batch: SequenceBatch, begun: int = 0) -> float:
         return self.costs(batch.size).round(choice.drafter, drafted, choice.k, batch.end + choice.k, batch.greedy, begun)
 
-    def catch_up(self, name: str, reading: Reading, length: int) -> float:
-        """Return the time that a drafter takes to catch up with a text of `length` tokens. It is not measured, so plain
-        decoding's pace corrects it."""
+    def catch_up(self, name: str, reading: Reading, length: int) -> tuple[float, int]:
+        """Return the time that a drafter takes to catch up with a text of `length` tokens, and how many rounds run meanwhile.
+        The time is not measured, so plain decoding's pace corrects it."""
         if not reading.pending:
-            return 0.0
-        return self.costs(1).catch_up(name, reading.pending, reading.window or length) * self.pace.shared
+            return 0.0, 0
+        costs, end = self.costs(1), reading.window or length
+        return costs.catch_up(name, reading.pending, end) * self.pace.shared, costs.pieces(name, reading.pending, end) - 1
 
     def upkeep(self, choice: Choice, batch: SequenceBatch) -> float:
         """Return the time that the drafter of a choice needs later for tokens that another one drafted."""

@@ -20,6 +20,7 @@ from outrider.builder.workloads import SHIPPED, Prompt, load
 from outrider.errors import UsageError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.policy.choice import AUTO, NONE
+from outrider.runtime.policy.round_costs import RoundCosts
 from outrider.runtime.stats import Stats
 from outrider.tests.support import run_here
 
@@ -67,10 +68,12 @@ def test_every_prompt_has_its_own_numbers(results: Results) -> None:
         assert gains == pytest.approx(summary.speedup)
 
 
-def cut(text: Trace, k: int) -> list[tuple[int, int]]:
-    """Return the drafted and accepted tokens of each drafting round of a recorded text. Before the first one, no draft has read
-    the prompt."""
+def cut(text: Trace, k: int, piece: int) -> list[tuple[int, int]]:
+    """Return the drafted and accepted tokens of each drafting round of a recorded text. Plain rounds come before the first one,
+    while the draft reads the prompt but its last two tokens."""
     at, rounds = 1, []
+    while len(text.prompt) - 2 + at > at * piece:
+        at += 1
     while at < len(text.tokens):
         drafted = min(k, text.remaining(at) - 1)
         accepted = text.accepted("model", at, drafted)
@@ -79,18 +82,19 @@ def cut(text: Trace, k: int) -> list[tuple[int, int]]:
     return rounds
 
 
-def test_acceptance_of_the_rounds_is_that_of_the_recorded_texts(results: Results) -> None:
+def test_acceptance_of_the_rounds_is_that_of_the_recorded_texts(results: Results, trained: Outrider) -> None:
     """Acceptance is counted twice: by the rounds, and by reading the finished text once with the draft."""
+    costs = RoundCosts(trained.manifest, trained.build)
     assert [len(each.tokens) < each.most for each in results.traces] == [False, False, False, True]
     for workload in results.workloads:
         texts = [each for each in results.traces if each.workload == workload]
         for k in (1, 2, 4, 8):
             summary = results.summary(workload, Mode(drafter="model", k=k))
-            rounds = [each for text in texts for each in cut(text, k)]
+            rounds = [each for text in texts for each in cut(text, k, costs.piece("model", len(text.prompt)))]
             assert summary.acceptance_histogram == [2 * sum(a == at for _, a in rounds) for at in range(k + 1)]
             counts = [(sum(a > at for _, a in rounds), sum(drafted > at for drafted, _ in rounds)) for at in range(k)]
             assert summary.per_position_rates == [accepted / drafted for accepted, drafted in counts]
-            assert summary.mean_acceptance_length == pytest.approx(tokens_per_round("model", texts, k))
+            assert summary.mean_acceptance_length == pytest.approx(tokens_per_round(costs, "model", texts, k))
             assert summary.predicted_speedup is not None
             assert summary.predicted_speedup > 0
 

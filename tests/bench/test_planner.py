@@ -113,7 +113,7 @@ def test_recorded_texts_give_what_a_replay_of_them_takes() -> None:
         assert each.speedup == pytest.approx(np.exp(np.log(ratios).mean()))
         assert each.tokens_per_second == pytest.approx(1000 * sum(len(trace.tokens) for trace in traces) / taken)
         assert each.mean_acceptance_length == pytest.approx(expected_tokens(0.8, each.k), rel=0.1)
-        assert each.mean_acceptance_length == pytest.approx(tokens_per_round("model", traces, each.k))
+        assert each.mean_acceptance_length == pytest.approx(tokens_per_round(table, "model", traces, each.k))
         assert each.break_even is not None
         at_that = [replay(trace, table, plain) / (like(trace, each, table)) for trace in traces]
         assert np.log(at_that).mean() == pytest.approx(0, abs=1e-9)
@@ -140,14 +140,14 @@ def like(trace: Trace, prediction: Prediction, table: RoundCosts) -> float:
 
 
 def test_the_time_to_read_a_long_prompt_is_not_made_up_for_by_acceptance() -> None:
-    """Plain decoding takes 240 ms; reading 2,000 tokens 145 or, by a draft of half the cost, 72."""
+    """Plain decoding takes 240 ms; reading 1,200 tokens 87, while 15 are decoded, or by a draft of half the cost 44 and 7."""
     table = costs()
-    predictions = {each.k: each for each in of_traces(table, "model", [text(flips(0.7, 40), prompt=2000)])}
-    assert predictions[1].break_even is None  # 145 ms, and 20 rounds of 7 ms or more
+    predictions = {each.k: each for each in of_traces(table, "model", [text(flips(0.7, 40), prompt=1200)])}
+    assert predictions[1].break_even is None  # 87 ms, 15 rounds of 6 ms, and 13 of 7 ms or more
     assert predictions[4].speedup < 0.9
     assert predictions[4].cheaper_draft > 1
     assert predictions[4].break_even is not None
-    assert predictions[4].break_even > 0.75
+    assert predictions[4].break_even > 0.65
     assert predictions[0].cheaper_draft == predictions[0].better_draft == predictions[0].speedup == 1
 
 

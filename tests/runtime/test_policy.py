@@ -28,7 +28,9 @@ def test_catching_up_takes_what_rounds_take_of_what_the_costs_say() -> None:
     policy = adaptive(table)
     for _ in range(8):
         observe(policy, PLAIN, view(policy), 0, 0, 2 * table.round(NONE, 0, 0, 40, True))
-    assert policy.times.catch_up(MODEL, Reading(0, 100), 40) == pytest.approx(2 * table.catch_up(MODEL, 100, 40), rel=0.05)
+    taken, rounds = policy.times.catch_up(MODEL, Reading(0, 100), 40)
+    assert taken == pytest.approx(2 * table.catch_up(MODEL, 100, 40), rel=0.05)
+    assert rounds == 1
 
 
 @pytest.mark.parametrize(("row", "least", "most"), [(0.1, 1.8, 3.0), (6.0, 0.97, 1.0)])
@@ -120,7 +122,7 @@ def test_a_draft_that_was_left_behind_is_worth_its_catching_up_or_not() -> None:
 
 
 def test_the_prompt_is_read_if_the_answer_will_probably_be_long_enough() -> None:
-    """Not by what it may be at most. Reading takes 140 ms, and a drafted token saves 5: most of the answer must repay it."""
+    """Not by what it may be at most. Reading takes 140 ms, and 23 rounds meanwhile, which half of the answer must repay."""
     policy = adaptive(costs(acceptance=0.9))
     lengths, others = policy.lengths("a"), policy.lengths("b")
     assert lengths.expected(0, 1000) == USUAL
@@ -132,7 +134,7 @@ def test_the_prompt_is_read_if_the_answer_will_probably_be_long_enough() -> None
     assert lengths.expected(5, 1000) == USUAL  # longer than any before
     assert others.expected(0, 1000) == USUAL
     for _ in range(20):
-        (doubtful := policy.lengths("c")).observe(37)
+        (doubtful := policy.lengths("c")).observe(80)
     for each, drafter in ((lengths, NONE), (doubtful, NONE), (others, MODEL)):
         sequence = view(policy, 2000, pending=1900, emitted=0)._replace(lengths=each)
         assert policy.choose([sequence]).drafter == drafter
