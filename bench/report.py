@@ -12,6 +12,7 @@ import msgspec
 
 from outrider.bench.results import Results, Summary
 from outrider.bench.simulator import REGRET_HEADS, regrets
+from outrider.bench.summary import PLAIN
 from outrider.bundle.folder import write_error, write_whole
 
 HEADS = (
@@ -29,6 +30,7 @@ HEADS = (
     "outside engines",
     "same text",
 )
+WHOLE_MODES = ("plain", "k = auto", "over plain")
 ASSESSMENT_HEADS = (
     "workload",
     "whole answers: k = auto over plain",
@@ -117,6 +119,23 @@ def row(summary: Summary) -> list[str]:
     ]
 
 
+def whole_heads(results: Results) -> list[str]:
+    """Return the heads of `whole_answers`."""
+    lengths = list(results.summaries[0].seconds_to)
+    tokens = ["first token", *(f"{each}" for each in lengths[1:])]
+    return ["workload", *(f"{mode}: {each}" for mode in WHOLE_MODES for each in tokens)]
+
+
+def whole_answers(results: Results) -> list[list[str]]:
+    """Compare k = auto with plain decoding by seconds to the first tokens and to the last. Returns one row per workload."""
+    rows = []
+    for workload in results.workloads:
+        auto, plain = automatic(results, workload), results.summary(workload, PLAIN)
+        seconds = [f"{each:.2f}" for mode in (plain, auto) for each in mode.seconds_to.values()]
+        rows.append([workload, *seconds, *(f"{each:.2f}" for each in auto.speedup_to.values())])
+    return rows
+
+
 def assessment(results: Results) -> list[tuple[str, ...]]:
     """Assess k = auto and the predictions. Returns one row per workload, under `ASSESSMENT_HEADS`.
 
@@ -152,6 +171,8 @@ def markdown(results: Results) -> str:
         " would have proposed at each position of the finished text.",
         "",
     ]
+    lines += ["## Whole answers", "", "Seconds from the request to a number of tokens, or to the end of shorter answers.", ""]
+    lines += [*_table(whole_heads(results), whole_answers(results)), ""]
     for workload in results.workloads:
         rows = (row(each) for each in results.summaries if each.workload == workload)
         lines += [f"## {' '.join(workload.split())}", "", *_table(HEADS, rows), ""]

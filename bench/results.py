@@ -14,7 +14,7 @@ from outrider.errors import UsageError
 from outrider.runtime import drafters
 from outrider.runtime.policy.choice import AUTO, NONE
 
-SCHEMA = 6
+SCHEMA = 7
 MIN_ROUNDS = 5  # required in each of two compared reports
 
 
@@ -67,6 +67,8 @@ class Summary(Struct, frozen=True):
     prompts: int
     tokens: int  # in one round, over all prompts
     whole_speedup: PerRound  # of whole answers over plain decoding in the same round
+    seconds_to: dict[int, float]  # by number of tokens, from the request; median; answers that are shorter count to their ends
+    speedup_to: dict[int, float]  # the same over plain decoding in the same round; geometric mean
     tokens_per_second: PerRound  # decoding alone
     speedup: PerRound  # the same, over plain decoding in the same round
     predicted_speedup: float | None  # from the recorded texts and passes timed in the same run; None for k = auto

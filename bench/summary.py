@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 
 from outrider.bench.results import Mode, Percentiles, PromptResult, Summary, TimedPart
 from outrider.bench.simulator import Trace, replay
@@ -16,6 +16,7 @@ from outrider.runtime.policy.round_costs import RoundCosts
 from outrider.runtime.stats import Stats
 
 PLAIN = Mode(drafter=NONE, k=0)
+LENGTHS = (1, 32, 64, 256)  # tokens that are timed from the request, and the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ Answers = dict[Mode, list[list[AnswerSummary]]]
 
 def summarize(traces: Sequence[Trace], answers: Answers, costs: RoundCosts) -> tuple[list[PromptResult], list[Summary]]:
     """Return the results of each mode on each prompt, and on each workload."""
-    plain = answers[PLAIN]
+    plain, limit = answers[PLAIN], max(trace.remaining(0) for trace in traces)
+    lengths = sorted({*(each for each in LENGTHS if each < limit), limit})
     texts = [
         _text(at, mode, trace, [each[at] for each in taken], [each[at] for each in plain], costs)
         for at, trace in enumerate(traces)
@@ -62,7 +64,7 @@ def summarize(traces: Sequence[Trace], answers: Answers, costs: RoundCosts) -> t
         for mode, all_taken in answers.items():
             own = [text for text in texts if (text.workload, text.mode) == (workload, mode)]
             taken = [[each[text.prompt] for text in own] for each in all_taken]
-            summaries.append(_summary(own, taken, [[each[text.prompt] for text in own] for each in plain]))
+            summaries.append(_summary(own, taken, [[each[text.prompt] for text in own] for each in plain], lengths))
     return texts, summaries
 
 
@@ -76,9 +78,10 @@ def parts(traces: Sequence[Trace], answers: Answers, costs: RoundCosts) -> list[
     ]
 
 
-def _whole_speedup(answer: AnswerSummary, plain: AnswerSummary) -> float:
-    """Compare whole answers. If a near-tie made one longer, both are timed up to the length of the shorter one."""
-    tokens = min(len(answer.tokens), len(plain.tokens))
+def _speedup_to(answer: AnswerSummary, plain: AnswerSummary, most: int) -> float:
+    """Compare the first `most` tokens of answers. If a near-tie made one longer, both are timed up to the length of the shorter
+    one."""
+    tokens = min(len(answer.tokens), len(plain.tokens), most)
     return plain.until(tokens) / answer.until(tokens)
 
 
@@ -101,7 +104,7 @@ def _text(
         prompt=prompt,
         mode=mode,
         tokens=len(taken[0].tokens),
-        whole_speedup=[_whole_speedup(a, p) for a, p in zip(taken, plain, strict=True)],
+        whole_speedup=[_speedup_to(a, p, len(a.tokens)) for a, p in zip(taken, plain, strict=True)],
         tokens_per_second=[len(answer.tokens) / answer.seconds for answer in taken],
         speedup=[p.seconds / a.seconds * len(a.tokens) / len(p.tokens) for a, p in zip(taken, plain, strict=True)],
         predicted_speedup=predicted,
@@ -115,9 +118,13 @@ def _text(
     )
 
 
-def _summary(texts: list[PromptResult], taken: list[list[AnswerSummary]], plain: list[list[AnswerSummary]]) -> Summary:
-    """Summarize one mode on one workload, from its texts, its answers in each round, and those of plain decoding."""
+def _summary(
+    texts: list[PromptResult], taken: list[list[AnswerSummary]], plain: list[list[AnswerSummary]], lengths: list[int]
+) -> Summary:
+    """Summarize one mode on one workload, from its texts, its answers in each round, and those of plain decoding. Times up to
+    each of `lengths` tokens."""
     everything = [answer for each in taken for answer in each]
+    pairs = [pair for answers in zip(taken, plain, strict=True) for pair in zip(*answers, strict=True)]
     total = _total(everything)
     predicted = [text.predicted_speedup for text in texts if text.predicted_speedup is not None]
     return Summary(
@@ -126,6 +133,8 @@ def _summary(texts: list[PromptResult], taken: list[list[AnswerSummary]], plain:
         prompts=len(texts),
         tokens=sum(text.tokens for text in texts),
         whole_speedup=[geometric_mean(of_round) for of_round in zip(*(text.whole_speedup for text in texts), strict=True)],
+        seconds_to={most: median(answer.until(min(most, len(answer.tokens))) for answer in everything) for most in lengths},
+        speedup_to={most: geometric_mean(_speedup_to(a, p, most) for a, p in pairs) for most in lengths},
         tokens_per_second=[geometric_mean(of_round) for of_round in zip(*(t.tokens_per_second for t in texts), strict=True)],
         speedup=[geometric_mean(of_round) for of_round in zip(*(text.speedup for text in texts), strict=True)],
         predicted_speedup=geometric_mean(predicted) if predicted else None,
@@ -140,9 +149,7 @@ def _summary(texts: list[PromptResult], taken: list[list[AnswerSummary]], plain:
         drafting_rounds=total.drafting_rounds,
         rounds=total.rounds,
         outside_engines=total.outside_engines,
-        same_text=sum(
-            a.tokens == p.tokens for each, before in zip(taken, plain, strict=True) for a, p in zip(each, before, strict=True)
-        ),
+        same_text=sum(a.tokens == p.tokens for a, p in pairs),
     )
 
 

@@ -145,7 +145,7 @@ def _compare(before: Path, after: Path, as_json: bool) -> None:
 def _tables(results: Results) -> list[Any]:
     from rich.table import Table
 
-    from outrider.bench.report import ASSESSMENT_HEADS, HEADS, assessment, row
+    from outrider.bench.report import ASSESSMENT_HEADS, HEADS, assessment, row, whole_answers, whole_heads
     from outrider.bench.simulator import REGRET_HEADS, regrets
 
     tables = []
@@ -157,6 +157,7 @@ def _tables(results: Results) -> list[Any]:
                 table.add_row(*(summary_cells[at] for at in SCREEN_COLUMNS))
         tables.append(table)
     for title, heads, rows in (
+        ("whole answers: seconds from the request to a number of tokens", whole_heads(results), whole_answers(results)),
         ("choice of k, and accuracy of the prediction", ASSESSMENT_HEADS, assessment(results)),
         ("choice of k, replayed", REGRET_HEADS, regrets(results.policies)),
     ):

@@ -65,6 +65,10 @@ def test_the_report_is_complete(tmp_path: Path, trained_bundle: Path) -> None:
     assert page.startswith("# Benchmark by workload")
     rates = written.summary("chat", Mode(drafter="model", k=8)).per_position_rates
     assert f"| chat | {' | '.join(f'{rate:.2f}' for rate in rates)} |" in page
+    plain, auto = (written.summary("chat", mode) for mode in (written.modes[0], written.modes[-1]))
+    assert list(auto.seconds_to) == [1, 24]
+    shown = [*plain.seconds_to.values(), *auto.seconds_to.values(), *auto.speedup_to.values()]
+    assert f"| chat | {' | '.join(f'{each:.2f}' for each in shown)} |" in page
     part = written.parts[0]
     assert f"| {part.mode.label} | {part.draft:.2f} | {part.target:.2f} | {part.verifier:.2f} |" in page
     planned = run_here("plan", trained_bundle, "--bench", tmp_path / "report" / "bench.json")
@@ -90,7 +94,7 @@ def test_a_name_may_look_like_markup(trained_bundle: Path, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert "[/b] | :smile:" in done.stdout
     tables = [line for line in (tmp_path / "report" / "bench.md").read_text().splitlines() if line.startswith("| [/b]")]
-    assert len(tables) == 3
+    assert len(tables) == 4
     assert all(line.startswith("| [/b] \\| :smile: | ") for line in tables)
 
 

@@ -37,6 +37,8 @@ def test_a_speed_up_is_the_time_of_plain_decoding_over_the_modes() -> None:
     assert texts[1].tokens_per_second == [10, 2.5]
     assert texts[1].whole_speedup == pytest.approx([2.5 / 1.5, 2.5 / 4.5])  # half a second to the first token
     assert drafted.whole_speedup == pytest.approx([(2.5 / 1.5 * 3) ** 0.5, (2.5 / 4.5) ** 0.5])
+    assert (plain.seconds_to, drafted.seconds_to) == ({1: 0.5, 10: 3.5}, {1: 0.5, 10: 3})
+    assert drafted.speedup_to == pytest.approx({1: 1, 10: (2.5 / 1.5 * 3 * 2.5 / 4.5) ** 0.25})
     assert (plain.speedup, plain.same_text, plain.predicted_speedup) == ([1, 1], 4, 1)
     assert drafted.speedup == pytest.approx([8**0.5, 0.5**0.5])
     assert (drafted.same_text, drafted.prompts, drafted.tokens) == (3, 2, 20)
