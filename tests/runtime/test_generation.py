@@ -189,7 +189,7 @@ def test_a_draft_reads_for_one_request_in_each_round(trained_bundles: Callable[.
 
 def test_a_draft_reads_the_prompt_after_the_first_token(trained: Outrider) -> None:
     prompt = "The old man walked along the road, and the dog ran on before him. " * 12
-    events, draft = trained.generate(prompt, SamplingParams(max_new_tokens=4), k=1), trained.decoder.drafters["model"]
+    events, draft = trained.generate(prompt, SamplingParams(max_new_tokens=40), k=1), trained.decoder.drafters["model"]
     assert isinstance(draft, ModelDrafter)
     assert len(next(events).token_ids) == 1
     assert draft.written(0) == []

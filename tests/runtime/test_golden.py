@@ -26,6 +26,8 @@ from outrider.runtime import drafters
 from outrider.runtime.drafters.step import StepDrafter
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.policy import round_costs
+from outrider.runtime.policy.round_costs import RoundCosts
 from outrider.runtime.stats import Stats
 from outrider.tests.runtime.policies import policy_at_random, short_windows
 from outrider.tests.runtime.toy import Repeat
@@ -205,8 +207,11 @@ def test_plain_text_is_that_of_transformers(
 
 @pytest.mark.parametrize("k", K)
 def test_a_draft_that_is_the_target_is_always_accepted(bundles: dict[str, Outrider], k: int) -> None:
+    costs = RoundCosts(bundles["self"].manifest, bundles["self"].build)
     for prompt in PROMPTS.values():
-        stats = run(bundles["self"], prompt, k, limit=1 + 4 * (k + 1))[-1].stats  # it reads the prompt after the first token
+        length = len(bundles["self"].text.encode(prompt, chat=False))
+        plain = max(costs.pieces("model", length - 1, length), 1)  # rounds in which it reads all but the last two tokens
+        stats = run(bundles["self"], prompt, k, limit=plain + 4 * (k + 1))[-1].stats
         assert stats.accepted == stats.drafted == 4 * k
         assert stats.mean_acceptance_length == k + 1
 
@@ -281,6 +286,7 @@ def test_the_draft_runs_two_rows_and_then_single_ones(
     folders: dict[str, Path], draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every round, whether all or none of the last one's tokens were accepted: nothing is read twice or left out."""
+    monkeypatch.setattr(round_costs, "LEAST", 1000)  # the prompt is one piece
     outrider, k, prompt = Outrider.load(folders[draft]), 4, PROMPTS["longer than a chunk"]
     session = outrider.sessions["draft"]
     runs: list[tuple[int, int]] = []
