@@ -13,7 +13,7 @@ import msgspec
 
 import outrider
 from outrider.bench.results import SCHEMA, Mode, Results
-from outrider.bench.simulator import Trace, compare
+from outrider.bench.simulator import Trace, compare, reader
 from outrider.bench.summary import PLAIN, Answers, AnswerSummary, parts, summarize
 from outrider.builder.passes import PassKey, Stopwatch, Timed, all_passes, sampling, steps
 from outrider.builder.workloads import Prompt
@@ -203,7 +203,9 @@ def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int],
         pass  # the target reads the text, for drafters that use its features
     for name, drafter in loaded.decoder.drafters.items():
         if isinstance(drafter, DeviceDrafter):
-            agrees[name], confidences[name] = drafter.agreement(prompt, tokens)
+            for window in (0, *(each for each in drafter.windows if each < len(prompt))):
+                by = reader(name, window)
+                agrees[by], confidences[by] = drafter.agreement(prompt[-window:], tokens)
     return Trace(workload, prompt, tokens, agrees, confidences, most)
 
 

@@ -5,7 +5,7 @@ The decoder, the drafters' bookkeeping and the policies are the real ones. Recor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,14 +33,19 @@ from outrider.runtime.rounds.sampling import SamplingState
 VOCABULARY = 2**31  # larger than any token id of a recorded text
 
 
+def reader(name: str, window: int) -> str:
+    """Name a drafter with what it has read of the prompt: all of it, or its last `window` tokens."""
+    return f"{name}@{window}" if window else name
+
+
 class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One greedy answer, and what each drafter on the device would have proposed at each position."""
 
     workload: str
     prompt: list[int]
     tokens: list[int]
-    agrees: dict[str, list[bool]]  # by drafter, for each token: whether the drafter's most likely token is the same
-    confidences: dict[str, list[float]]  # by drafter, for each token: the probability of the drafter's most likely token
+    agrees: dict[str, list[bool]]  # by `reader`, for each token: whether the drafter's most likely token is the same
+    confidences: dict[str, list[float]]  # by `reader`, for each token: the probability of the drafter's most likely token
     most: int = 0  # the token limit, which a text may not reach because it ended earlier; 0 if not recorded
 
     def __post_init__(self) -> None:
@@ -52,9 +57,9 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return how many tokens may still be emitted after `at`, up to the limit: a policy cannot know where the text ends."""
         return max(self.most, len(self.tokens)) - at
 
-    def accepted(self, drafter: str, at: int, drafted: int) -> int:
-        """Return how many of the `drafted` tokens that a drafter proposes from position `at` on are accepted."""
-        count, agrees = 0, self.agrees[drafter]
+    def accepted(self, by: str, at: int, drafted: int) -> int:
+        """Return how many of the `drafted` tokens that a `reader` proposes from position `at` on are accepted."""
+        count, agrees = 0, self.agrees[by]
         while count < min(drafted, len(self.tokens) - at) and agrees[at + count]:
             count += 1
         return count
@@ -101,8 +106,8 @@ class SimulatedSession(Session):
 class SimulatedRounds:
     """Rounds with results from a recorded text, and times from the costs."""
 
-    def __init__(self, trace: Trace, costs: RoundCosts, clock: SimulatedClock):
-        self._trace, self._costs, self._clock = trace, costs, clock
+    def __init__(self, trace: Trace, costs: RoundCosts, clock: SimulatedClock, loaded: Mapping[str, Drafter]):
+        self._trace, self._costs, self._clock, self._drafters = trace, costs, clock, loaded
 
     def run(
         self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: EarlyStop | None = None
@@ -113,14 +118,17 @@ class SimulatedRounds:
         count, following, confidences = lane.k, trace.tokens[at:], list[float]()
         if lane.proposed:
             accepted, drafted = matching(lane.proposed, following), lane.proposed
+        elif not count:
+            accepted, drafted = 0, []
         else:
-            for confidence in trace.confidences[drafter][at : at + count - 1] if stop is not None else ():
+            by = reader(drafter, self._drafters[drafter].readings(0, lane.tokens)[0].window)
+            for confidence in trace.confidences[by][at : at + count - 1] if stop is not None else ():
                 assert stop is not None
                 confidences.append(confidence)
                 if (shorter := stop.after(confidences)) is not None:
                     count, rows = len(confidences), shorter
                     break
-            accepted = trace.accepted(drafter, at, count) if count else 0
+            accepted = trace.accepted(by, at, count)
             drafted = following[:accepted] + [-1] * (count - accepted)
         emitted = following[: accepted + 1] + [-1] * (
             accepted == len(following)
@@ -130,7 +138,9 @@ class SimulatedRounds:
         return [RoundResult(lane.drafter if drafted else NONE, drafted, emitted, None, confidences)]
 
 
-def simulated_drafters(names: Sequence[str], costs: RoundCosts, clock: SimulatedClock) -> dict[str, Drafter]:
+def simulated_drafters(
+    names: Sequence[str], costs: RoundCosts, clock: SimulatedClock, windowed: bool = False
+) -> dict[str, Drafter]:
     """Return drafters whose models only take time, when they catch up."""
     made: dict[str, Drafter] = {}
     for name in names:
@@ -140,7 +150,7 @@ def simulated_drafters(names: Sequence[str], costs: RoundCosts, clock: Simulated
 
         kind = drafters.get(name)
         sessions = {role: SimulatedSession(spend) for role in ("target", *kind.engines)}
-        made[name] = kind(Resources(sessions, 1, costs.chunk, costs.k))
+        made[name] = kind(Resources(sessions, 1, costs.chunk, costs.k, windowed=windowed))
     return made
 
 
@@ -148,8 +158,14 @@ def replay(trace: Trace, costs: RoundCosts, policy: Policy) -> float:
     """Return the milliseconds that the answer would have taken, from the moment the target has read the prompt."""
     clock = SimulatedClock()
     target = SimulatedSession(lambda rows, end: None)
-    rounds = SimulatedRounds(trace, costs, clock)
-    decoder = Decoder(target, rounds, simulated_drafters(policy.names, costs, clock), costs.k, costs.chunk, costs.piece, clock)
+    recorded = all(
+        reader(name, window) in trace.agrees
+        for name in drafters.on_device(policy.names)
+        for window in drafters.get(name).windows
+        if window < len(trace.prompt)
+    )
+    loaded = simulated_drafters(policy.names, costs, clock, windowed=recorded)
+    decoder = Decoder(target, SimulatedRounds(trace, costs, clock, loaded), loaded, costs.k, costs.chunk, costs.piece, clock)
     params = SamplingParams(max_new_tokens=trace.remaining(0))
     request = Request(list(trace.prompt), params, SamplingState(params, [], [], VOCABULARY), None, VOCABULARY)
     request.acceptance = policy.begin()

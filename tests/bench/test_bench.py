@@ -86,6 +86,7 @@ def test_acceptance_of_the_rounds_is_that_of_the_recorded_texts(results: Results
     """Acceptance is counted twice: by the rounds, and by reading the finished text once with the draft."""
     costs = RoundCosts(trained.manifest, trained.build)
     assert [len(each.tokens) < each.most for each in results.traces] == [False, False, False, True]
+    assert ["model@16" in each.agrees for each in results.traces] == [len(each.prompt) > 16 for each in results.traces]
     for workload in results.workloads:
         texts = [each for each in results.traces if each.workload == workload]
         for k in (1, 2, 4, 8):
@@ -120,6 +121,9 @@ def test_a_trace_records_the_drafts_choice_at_each_place(trained: Outrider) -> N
     logits = np.concatenate([session.run(np.array([text[at : at + 1]]), np.array([at]))[0].copy() for at in range(len(text))])[
         -3:
     ].astype(np.float64)
+    assert (
+        recorded.agrees.keys() == recorded.confidences.keys() == {"model", "model@16"}
+    )  # other windows are longer than the prompt
     assert recorded.agrees["model"] == [int(row.argmax()) == token for row, token in zip(logits, (5, 6, 7), strict=True)]
     shares = np.exp(logits - logits.max(-1, keepdims=True))
     np.testing.assert_allclose(recorded.confidences["model"], shares.max(-1) / shares.sum(-1), atol=1e-3)

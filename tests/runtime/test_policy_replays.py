@@ -80,6 +80,18 @@ def test_a_draft_that_is_tried_again_reads_all_of_a_prompt_for_it() -> None:
     assert sum(replay(good, table, policy) for _ in range(4)) < 4 * plain / 1.5
 
 
+def test_a_draft_that_only_the_end_of_a_prompt_makes_right_reads_that() -> None:
+    made = text([False] * 200, prompt=60)
+    trace = Trace(
+        "", made.prompt, made.tokens, made.agrees | {"model@16": [True] * 200}, made.confidences | {"model@16": [1.0] * 200}
+    )
+    table, taken = costs(acceptance=0.5), list[float]()
+    policy = adaptive(table)
+    for _ in range(3):
+        taken.append(replay(trace, table, policy))
+    assert taken[-1] < 0.5 * replay(trace, table, FixedPolicy(NONE, 0))
+
+
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_draft_that_is_of_no_use_costs_little_from_the_first_request_on(stops: bool) -> None:
     table = costs()
