@@ -16,6 +16,7 @@ from outrider.runtime.policy.choice import PLAIN, Choice
 from outrider.runtime.policy.early_stop import EarlyStop
 from outrider.runtime.policy.policy import Policy, SequenceView
 from outrider.runtime.rounds.buffers import Lane, Shape
+from outrider.runtime.rounds.host_sampler import draft_probabilities, target_rows
 from outrider.runtime.rounds.launches import Launches
 from outrider.runtime.rounds.logprobs import Logprobs
 from outrider.runtime.rounds.reference import TOLERANCE, Fault, draft, draw, edit, edits_of, excluded, named_settings, verify
@@ -80,7 +81,7 @@ class Decision:
 
     def target_logits(self, rows: int) -> Floats:
         """Return the target's logits [rows, V]."""
-        return self._launches.device.read(self._launches.target_rows(self._shape, self._index, rows))
+        return self._launches.device.read(target_rows(self._launches, self._shape, self._index, rows))
 
     def drawn_so(self, drafted: list[int], row: int, settings: dict[str, float]) -> bool:
         """Return whether the reference has the same q for this row, and draws the same token from it."""
@@ -91,7 +92,8 @@ class Decision:
         logits = drafter.logits(row, shape, self._index).astype(np.float64)
         p = draft(logits, launches.vocab_rows, settings, edits, drafted[:row])
         uniforms = sampling.uniforms(sampling.emitted + row, 1)[0]
-        same_q = settings["temperature"] == 0 or np.abs(launches.q(row + 1, shape, self._index)[row] - p).max() < CLOSE
+        q = draft_probabilities(launches, shape, self._index, row + 1)[row]
+        same_q = settings["temperature"] == 0 or np.abs(q - p).max() < CLOSE
         return bool(same_q) and drafted[row] == draw(p, uniforms[DRAWING if sampling.exact else DRAFTING])
 
     def reference(self, drafted: list[int], settings: dict[str, float], fault: Fault | None = None) -> list[int]:
@@ -100,7 +102,7 @@ class Decision:
         return verify(
             self.target_logits(count + 1).astype(np.float64),
             drafted,
-            self._launches.q(count, self._shape, self._index).astype(np.float64),
+            draft_probabilities(self._launches, self._shape, self._index, count).astype(np.float64),
             settings,
             sampling.uniforms(sampling.emitted, count + 1)[:, ACCEPTING.start : DRAWING.stop],
             edits_of(*sampling.table()),

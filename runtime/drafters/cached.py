@@ -9,10 +9,10 @@ from typing import ClassVar
 import numpy as np
 
 from outrider.bundle.manifest import Manifest
+from outrider.engines.arrays import Floats
 from outrider.engines.samplers import DRAFT_SAMPLERS
 from outrider.runtime.drafters.base import DeviceDrafter, Reading, Resources
 from outrider.runtime.policy.costs import Costs
-from outrider.runtime.rounds.sampling import top_probability
 
 WINDOWS: tuple[int, ...] = (16, 64, 128, 256)  # of models that read tokens alone
 
@@ -205,3 +205,9 @@ class CachedDrafter(DeviceDrafter):
             confidences += [round(top_probability(row, np.empty_like(row)), 4) for row in rows]
         self._begin(0)
         return agrees, confidences
+
+
+def top_probability(logits: Floats, scratch: Floats) -> float:
+    """Return softmax's probability of the most likely token, 1 / sum(exp(x - max x)); both arrays are float32 [V]."""
+    np.subtract(logits, logits.max(), out=scratch)
+    return float(1 / np.exp(scratch, out=scratch).sum())

@@ -13,11 +13,10 @@ from outrider.engines.contract import step_rows
 from outrider.engines.device import Buffer, Layout
 from outrider.engines.samplers import DRAFT_SAMPLERS
 from outrider.runtime.drafters.base import Resources
-from outrider.runtime.drafters.cached import WINDOWS
+from outrider.runtime.drafters.cached import WINDOWS, top_probability
 from outrider.runtime.drafters.step import StepDrafter
 from outrider.runtime.policy.costs import Costs
 from outrider.runtime.rounds.buffers import RoundBuffers, Shape
-from outrider.runtime.rounds.sampling import top_probability
 
 
 class ParallelDrafter(StepDrafter):

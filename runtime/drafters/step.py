@@ -10,9 +10,9 @@ from outrider.engines.arrays import Floats, Int64s
 from outrider.engines.device import Buffer, Launch, Layout, in_sequence
 from outrider.engines.samplers import DRAFT_SAMPLERS
 from outrider.engines.session import Pass
-from outrider.runtime.drafters.cached import CachedDrafter
+from outrider.runtime.drafters.cached import CachedDrafter, top_probability
 from outrider.runtime.rounds.buffers import Lane, RoundBuffers, Shape, Step
-from outrider.runtime.rounds.sampling import DRAFTING, DRAWING, top_probability
+from outrider.runtime.rounds.sampling import DRAFTING, DRAWING
 
 
 class StepDrafter(CachedDrafter):

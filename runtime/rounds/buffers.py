@@ -113,7 +113,7 @@ class RoundBuffers:
         statuses = {f"status {row}": one for row in range(max_k)}
         self.outputs = Arena(device, {"accepted": one, "tokens": many, "drafted": many, "status": one, **statuses})
         self.target_logits = device.zeros((batch * rows, self.vocab_rows), "float32", "the logits of a round")
-        self._q = device.zeros((rows * batch, self.vocab_rows), "float32", "the draft's probabilities")
+        self.q = device.zeros((rows * batch, self.vocab_rows), "float32", "the draft's probabilities")
         self._columns: dict[tuple[str, int, int], tuple[Buffer, list[Launch]]] = {}
         self.samplers = samplers
         limits = [engine.max_candidates for engine in samplers.values() if engine.max_candidates]
@@ -155,16 +155,16 @@ class RoundBuffers:
     def q_row(self, row: int, shape: Shape) -> tuple[Buffer, list[Launch]]:
         """Return the buffer for the distributions [B, V] of a row's tokens, and the launches that copy them on."""
         first = row * shape.batch * self.vocab_rows
-        q = self._q.part(first, shape.batch, self.vocab_rows)
+        q = self.q.part(first, shape.batch, self.vocab_rows)
         if q.address % self.device.alignment == 0:
             return q, []
-        whole = self._q.part(0, 1, self._q.nbytes // self._q.itemsize)
+        whole = self.q.part(0, 1, self.q.nbytes // self.q.itemsize)
         flat, copies = self._column("q", whole, first, 1, shape.batch * self.vocab_rows)
         return flat.part(0, shape.batch, self.vocab_rows), copies
 
     def q_view(self, row: int) -> Floats:
         """Return the distribution [V] of a row's token in a round of one sequence, if the memory is the host's."""
-        view: Floats = self._q.view()[row]
+        view: Floats = self.q.view()[row]
         return view
 
     def _column(self, name: str, whole: Buffer, first: int, rows: int, columns: int) -> tuple[Buffer, list[Launch]]:
@@ -181,16 +181,3 @@ class RoundBuffers:
         begin = lane * shape.rows
         tokens: list[int] = self.outputs.host["tokens"][begin : begin + int(self.outputs.host["accepted"][lane]) + 1].tolist()
         return tokens
-
-    def q(self, count: int, shape: Shape, lane: int) -> Floats:
-        """Return the drafter's distributions [count, V] of a lane's drafted tokens."""
-        q: Floats = self.device.read(self._q.part(0, count, shape.batch, self.vocab_rows))[:, lane]
-        return q
-
-    def q_of(self, row: int, shape: Shape, lane: int) -> Buffer:
-        """Return the buffer of the distribution [1, V] of a lane's drafted token."""
-        return self._q.part((row * shape.batch + lane) * self.vocab_rows, 1, self.vocab_rows)
-
-    def target_rows(self, shape: Shape, lane: int, count: int) -> Buffer:
-        """Return the buffer of the target's logits [count, V] of a lane's first rows."""
-        return self.target_logits.part(lane * shape.rows * self.vocab_rows, count, self.vocab_rows)

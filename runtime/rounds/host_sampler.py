@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from outrider.engines.arrays import Floats
+from outrider.engines.device import Buffer
 from outrider.engines.samplers import CANDIDATES, DECIDED, MORE_CANDIDATES
 from outrider.errors import EngineError
 from outrider.runtime.rounds import reference
@@ -61,8 +62,8 @@ def decide_on_host(launches: Launches, row: int, shape: Shape, index: int, lane:
     if row == VERIFIER:
         count = lane.k
         uniforms = sampling.uniforms(sampling.emitted, count + 1)[:, ACCEPTING.start : DRAWING.stop]
-        logits = launches.device.read(launches.target_rows(shape, index, shape.rows)).astype(np.float64)
-        q = launches.q(count, shape, index).astype(np.float64)
+        logits = launches.device.read(target_rows(launches, shape, index, shape.rows)).astype(np.float64)
+        q = draft_probabilities(launches, shape, index, count).astype(np.float64)
         tokens = reference.verify(logits, drafted[:count], q, settings, uniforms, edits)
         put_verdict(launches, shape, index, tokens)
     else:
@@ -80,10 +81,22 @@ def drafted_tokens(launches: Launches, shape: Shape, lane: int) -> list[int]:
     return tokens
 
 
+def draft_probabilities(launches: Launches, shape: Shape, lane: int, count: int) -> Floats:
+    """Return the drafter's distributions [count, V] of a lane's drafted tokens."""
+    q: Floats = launches.device.read(launches.q.part(0, count, shape.batch, launches.vocab_rows))[:, lane]
+    return q
+
+
+def target_rows(launches: Launches, shape: Shape, lane: int, count: int) -> Buffer:
+    """Return the buffer of the target's logits [count, V] of a lane's first rows."""
+    return launches.target_logits.part(lane * shape.rows * launches.vocab_rows, count, launches.vocab_rows)
+
+
 def put_drafted(launches: Launches, row: int, shape: Shape, lane: int, token: int, q: Floats | None = None) -> None:
     """Write a lane's drafted token, and the distribution [V] that it was drawn from."""
     if q is not None:
-        launches.device.write(launches.q_of(row, shape, lane), q)
+        at = (row * shape.batch + lane) * launches.vocab_rows
+        launches.device.write(launches.q.part(at, 1, launches.vocab_rows), q)
     launches.device.write(launches.outputs.device["drafted"].part(lane * (launches.max_k + 1) + row, 1, 1), np.array(token))
     launches.device.write(launches.token(row, shape)[0].part(lane, 1, 1), np.array(token))
     launches.device.write(launches.outputs.device[f"status {row}"].part(lane, 1), np.array(DECIDED))

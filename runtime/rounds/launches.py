@@ -198,7 +198,7 @@ class Launches(RoundBuffers):
             if shape.greedy:
                 return in_sequence([*before, self.sampler("greedy_verifier", tensors, shape)])
             tensors |= {
-                "q": self._q.part(0, rows, batch, self.vocab_rows),
+                "q": self.q.part(0, rows, batch, self.vocab_rows),
                 "uniforms": self.inputs.device["verifying"].part(0, batch, rows, 3),
             }
             return in_sequence([*before, self.sampler("verifier", tensors, shape)])

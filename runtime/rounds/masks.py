@@ -6,7 +6,7 @@ import numpy as np
 
 from outrider.runtime.grammar.errors import GrammarError
 from outrider.runtime.rounds.buffers import VERIFIER, Lane, RoundState, Shape
-from outrider.runtime.rounds.host_sampler import drafted_tokens
+from outrider.runtime.rounds.host_sampler import drafted_tokens, target_rows
 from outrider.runtime.rounds.launches import Launches
 
 
@@ -41,7 +41,7 @@ def _mask(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) ->
     if not masks:
         return rows
     if row == VERIFIER:
-        buffer = launches.target_rows(shape, index, len(masks))
+        buffer = target_rows(launches, shape, index, len(masks))
     else:
         drafter = launches.on_device(shape)
         assert drafter is not None

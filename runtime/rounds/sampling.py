@@ -94,9 +94,3 @@ class SamplingState:
     def _edit(self, token: int, kind: str, value: float) -> None:
         self._edits.setdefault(token, [0.0] * len(EDITS))[EDITS.index(kind)] = value
         self._table = None
-
-
-def top_probability(logits: Floats, scratch: Floats) -> float:
-    """Return softmax's probability of the most likely token, 1 / sum(exp(x - max x)); both arrays are float32 [V]."""
-    np.subtract(logits, logits.max(), out=scratch)
-    return float(1 / np.exp(scratch, out=scratch).sum())
