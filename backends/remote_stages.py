@@ -24,10 +24,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import outrider
 from outrider.backends.base import Engines
-from outrider.backends.stage_chain import Chain
+from outrider.backends.stage_chain import Chain, Sent
 from outrider.backends.stage_host import Crossing, StageHost, passed, seal
 from outrider.engines.cluster import connect
-from outrider.engines.device import Cpu, Launch
+from outrider.engines.device import Cpu, Launch, in_sequence
 from outrider.engines.session import Pass, Session
 from outrider.engines.sizes import Sizes
 from outrider.errors import UsageError
@@ -40,6 +40,7 @@ class RemoteStages(Session):
 
     skips_logits = False
     recordable = False
+    overlaps = True
 
     def __init__(self, chain: Chain, last: Sizes):
         """Forward to a chain; `last` are the sizes of its last stage."""
@@ -49,16 +50,23 @@ class RemoteStages(Session):
         self._gives = last.stage.gives
 
     def bind(self, buffers: Pass) -> Launch:
+        return in_sequence(self.bind_parts(buffers))
+
+    def bind_parts(self, buffers: Pass) -> Sequence[Launch]:
         ids, commits = buffers.input_ids.view(), [each.view() for each in buffers.commits or ()]
         message = Crossing((), ids, buffers.positions.view(), buffers.window, buffers.first, commits)
         given = passed(self._gives, buffers.boundary, *buffers.input_ids.shape)
+        under_way: list[Sent] = []
 
-        def launch() -> None:
+        def begin() -> None:
             assert buffers  # keeps their memory alive for as long as the launch
-            for view, array in zip(given, self._chain.run(message), strict=True):
+            under_way[:] = [self._chain.send(message)]
+
+        def finish() -> None:
+            for view, array in zip(given, self._chain.receive(under_way.pop()), strict=True):
                 view[...] = array
 
-        return launch
+        return [begin, finish]
 
     def pair_lone_rows(self) -> None:
         self._chain.later("pair_lone_rows")

@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 import ray
@@ -25,6 +26,7 @@ from outrider.backends.stage_host import AGAIN, Call, Crossing, PassedOn
 from outrider.errors import EngineError, OutriderError, reason_of
 
 OPENING = 600.0  # seconds for actors to find a place and to load their stages
+UNDER_WAY = 2  # passes: one of each half of a batch
 ASKING = 1.0  # seconds for actors to say how far they are, after a failure
 PART, PAUSE = 0.05, 0.002  # a reader sleeps for this part of the time that it has waited, at most so many seconds
 ROOM = "ray status shows whether a node has enough free cores; use fewer with --stage-cores"
@@ -58,8 +60,8 @@ class ChannelType(SharedMemoryType):  # type: ignore[misc]
     """The type of values that travel over a `Channel`."""
 
     def create_channel(self, writer: Any, reader_and_node_list: Any, driver_actor_id: str | None = None) -> Channel:
-        """Return a channel with room for one value."""
-        return Channel(writer, reader_and_node_list, 1, driver_actor_id)
+        """Return a channel with room for the passes that are under way."""
+        return Channel(writer, reader_and_node_list, UNDER_WAY, driver_actor_id)
 
 
 def _graph(actors: Sequence[Any], timeout: float) -> Any:
@@ -69,13 +71,21 @@ def _graph(actors: Sequence[Any], timeout: float) -> Any:
         for actor in actors:
             node = actor.run.bind(node)
             node.type_hint = ChannelType()
-    return node.experimental_compile(_max_inflight_executions=1, _submit_timeout=timeout)
+    return node.experimental_compile(_max_inflight_executions=UNDER_WAY, _submit_timeout=timeout)
 
 
 def _end(actors: Sequence[Any]) -> None:
     if ray.is_initialized():
         for actor in actors:
             ray.kill(actor)
+
+
+class Sent(NamedTuple):
+    """A pass that is under way."""
+
+    number: int
+    answer: Any
+    """of Ray"""
 
 
 class Chain:
@@ -119,32 +129,44 @@ class Chain:
         """Call a method of all sessions before the next pass. An error appears there."""
         self._calls.append((method, arguments))
 
-    def run(self, message: Crossing) -> PassedOn:
-        """Run a pass, and return what the last stage gives.
+    def send(self, message: Crossing) -> Sent:
+        """Begin a pass. Up to `UNDER_WAY` may be under way; they are received in the order in which they were sent.
 
         Raises:
             EngineError: a stage failed, now or earlier, or took too long.
         """
-        self._check()
         message, self._calls = message._replace(calls=self._calls), []
         self._passes += 1
-        try:
+        with self._watched(self._passes):
+            found: Any = message
             if self._graph is not None:
-                found = self._graph.execute(message).get(self._timeout)
+                found = self._graph.execute(message)
             else:
-                found = message
                 for actor in self._actors:
                     found = actor.run.remote(found)
-                found = ray.get(found, timeout=self._timeout)
+        return Sent(self._passes, found)
+
+    def receive(self, sent: Sent) -> PassedOn:
+        """Wait for a pass, and return what the last stage gives. Errors are those of `send`."""
+        number, found = sent
+        with self._watched(number):
+            found = ray.get(found, timeout=self._timeout) if self._graph is None else found.get(self._timeout)
+        given: PassedOn = found.given
+        return given
+
+    @contextmanager
+    def _watched(self, number: int) -> Iterator[None]:
+        """Turn an error of the pass with this number into that of a stage, which all later passes get, too."""
+        self._check()
+        try:
+            yield
         except Exception as error:  # Ray also raises plain ones
             asked, late = [actor.done.remote() for actor in self._actors], f"did not answer within {self._timeout:g} seconds"
             lost = f"what {self._names[-1]} gave did not arrive: {type(error).__name__}: {reason_of(error)}"
-            raise self._fail(error, self._first(asked, late, self._passes) or lost, AGAIN) from error
+            raise self._fail(error, self._first(asked, late, number) or lost, AGAIN) from error
         except BaseException as error:  # Ctrl-C: the stages may be ahead of this process
             self._fail(error, "a pass was interrupted", AGAIN)
             raise
-        given: PassedOn = found.given
-        return given
 
     def cache(self) -> dict[str, npt.NDArray[Any]]:
         """Return the caches of all stages; see `Session.cache`."""
@@ -162,6 +184,8 @@ class Chain:
         cause = error.cause if isinstance(error, RayTaskError) else None
         self._failure = (str(cause), cause.hint) if isinstance(cause, OutriderError) else (message, hint)
         self._ended()
+        if self._graph is not None:
+            self._graph.teardown()  # or Ray waits for the other pass when its answer is dropped
         return EngineError(*self._failure)
 
     def _first(self, answers: Sequence[Any], late: str, least: int = 0) -> str | None:

@@ -55,6 +55,7 @@ class Session(ABC):
 
     skips_logits: bool  # whether it can compute the logits of only the last rows, as many as their buffer holds
     recordable: bool  # whether the device may record its launches
+    overlaps: bool = False  # whether a pass begins in other processes, where the next one may begin before this one has ended
     ragged: bool = False  # whether it runs only the rows that `Pass.drafted` asks for; the logits of others are undefined then
 
     def __init__(self, device: Device, sizes: Sizes):
@@ -93,6 +94,11 @@ class Session(ABC):
     @abstractmethod
     def bind(self, buffers: Pass) -> Launch:
         """Prepare a pass over the caller's buffers."""
+
+    def bind_parts(self, buffers: Pass) -> Sequence[Launch]:
+        """Prepare a pass as one launch or, if it `overlaps`, as two: the first begins it elsewhere, and the second waits for
+        that and runs the rest. The second parts of several passes run in the order of their first ones."""
+        return [self.bind(buffers)]
 
     def pair_lone_rows(self) -> None:  # noqa: B027
         """From now on, run a second row with every single row. Sessions that always do so need nothing."""

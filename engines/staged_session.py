@@ -82,7 +82,7 @@ class StagedSession(Session):
         """
         super().__init__(stages[-1].device, whole)
         self.stages = list(stages)
-        self.skips_logits = stages[-1].skips_logits
+        self.skips_logits, self.overlaps = stages[-1].skips_logits, stages[0].overlaps
         devices = _different(stage.device for stage in stages)
         self.recordable = all(stage.recordable for stage in stages) and len(devices) == 1
         self.ragged = len(devices) == 1 and all(stage.ragged for stage in stages)
@@ -102,19 +102,25 @@ class StagedSession(Session):
         }
 
     def bind(self, buffers: Pass) -> Launch:
+        return in_sequence(self.bind_parts(buffers))
+
+    def bind_parts(self, buffers: Pass) -> Sequence[Launch]:
         count, rows = buffers.input_ids.shape
         buffers = replace(buffers, drafted=buffers.drafted if self.ragged else None)
-        passes, launches = {self.device.stream: buffers}, list[Launch]()
+        passes, parts = {self.device.stream: buffers}, [list[Launch]()]
         for device in self._inputs:
             passes[device.stream], copies = self._pass_on(device, buffers)
-            launches += copies
+            parts[0] += copies
         for index, stage in enumerate(self.stages):
             stream = stage.device.stream
             of_stage = replace(passes[stream], boundary=self._boundaries[stream])
             if stage is not self.stages[-1]:
                 of_stage = replace(of_stage, logits=self._no_logits[stream].part(0, count, 0, self.vocab_rows))
-            launches += [stage.bind(of_stage), *self._handing_on(index, count, rows)]
-        return in_sequence(launches)
+            first, *others = stage.bind_parts(of_stage)
+            parts[-1].append(first)
+            parts += [[each] for each in others]
+            parts[-1] += self._handing_on(index, count, rows)
+        return [in_sequence(part) for part in parts]
 
     def _pass_on(self, device: Device, buffers: Pass) -> tuple[Pass, list[Launch]]:
         """Return a pass over copies of its inputs on another device, and the launches that copy them there."""

@@ -9,7 +9,9 @@ commit    the confirmed tokens grow; later rounds overwrite the cache entries af
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from outrider.engines.session import Session
@@ -22,8 +24,8 @@ from outrider.runtime.policy.choice import NONE, PLAIN, Choice
 from outrider.runtime.policy.early_stop import EarlyStop
 from outrider.runtime.policy.policy import Observation, Offer, Policy, SequenceView
 from outrider.runtime.request import BegunReading, Request
-from outrider.runtime.rounds.buffers import Lane
-from outrider.runtime.rounds.rounds import RoundResult
+from outrider.runtime.rounds.buffers import Lane, RoundState
+from outrider.runtime.rounds.rounds import RoundResult, Rounds
 
 
 class Runner(Protocol):
@@ -43,6 +45,32 @@ class Active(NamedTuple):
     view: SequenceView
 
 
+class Planned(NamedTuple):
+    """What a round does, and for whom."""
+
+    active: Sequence[Active]
+    views: Sequence[SequenceView]
+    choice: Choice
+    lanes: Sequence[Lane]
+    lowest: int  # slot of the first lane
+    stop: EarlyStop | None
+
+
+class Begun(NamedTuple):
+    """A round that has begun."""
+
+    planned: Planned
+    rounds: Rounds
+    state: RoundState
+    policy: Policy
+    seconds: float  # that its beginning took
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that take part."""
+        return [each.request for each in self.planned.active]
+
+
 class Decoder:
     """Runs rounds for the requests in the slots of the sessions."""
 
@@ -55,10 +83,19 @@ class Decoder:
         max_prompt_chunk: int,
         piece: Callable[[str, int], int],
         clock: Callable[[], float] = time.perf_counter,
+        halves: Sequence[Rounds] = (),
     ):
-        """Decode with the built k. `piece` is `RoundCosts.piece`, and `clock` returns seconds."""
+        """Decode with the built k.
+
+        Args:
+            piece: `RoundCosts.piece`.
+            clock: returns seconds.
+            halves: rounds that may overlap, each with launches of its own; two if the target `overlaps`, or none.
+        """
         self.target = target
         self.rounds = rounds
+        self.halves = halves
+        self.begun = deque[Begun]()
         self.drafters = drafters
         self.slots = Slots(target, drafters, max_prompt_chunk)
         self._on_device = {name: drafter for name, drafter in drafters.items() if isinstance(drafter, DeviceDrafter)}
@@ -78,28 +115,62 @@ class Decoder:
         Raises:
             EngineError: the backend failed; nothing was confirmed.
         """
+        planned, started = self._prepare(requests, policy, names), self.clock()
+        choice, first = planned.choice, planned.lowest
+        decided = self.rounds.run(planned.lanes, choice.k + 1, first=first, drafter=choice.drafter, stop=planned.stop)
+        return self._conclude(planned, decided, policy, self.clock() - started)
+
+    def begin(self, requests: Sequence[Request], policy: Policy, names: Sequence[str]) -> None:
+        """Begin a round of a half of the requests, which `conclude` ends. Arguments and errors are those of `round`."""
+        rounds = next(each for each in self.halves if all(each is not other.rounds for other in self.begun))
+        planned, started = self._prepare(requests, policy, names), self.clock()
+        choice, first = planned.choice, planned.lowest
+        state = rounds.begin(planned.lanes, choice.k + 1, first=first, drafter=choice.drafter, stop=planned.stop)
+        self.begun.append(Begun(planned, rounds, state, policy, self.clock() - started))
+
+    def conclude(self) -> list[RoundResult | EngineError]:
+        """End the round that has begun first, and return what `round` does.
+
+        The policy sees the time of its two parts, without what another half did in between.
+
+        Raises:
+            EngineError: the backend failed; nothing was confirmed.
+        """
+        begun, started = self.begun.popleft(), self.clock()
+        decided = begun.rounds.finish(begun.state)
+        return self._conclude(begun.planned, decided, begun.policy, begun.seconds + self.clock() - started)
+
+    def abandon(self) -> None:
+        """End the rounds that have begun, and drop what they give."""
+        while self.begun:
+            with suppress(EngineError):
+                self.conclude()
+
+    def _prepare(self, requests: Sequence[Request], policy: Policy, names: Sequence[str]) -> Planned:
         batched = len(requests) > 1
         unfinished = [request for request in requests if request.reading is not None]
         for request in unfinished[:1]:
             self._read(request)
         active = [self._active(request, names, batched) for request in requests]
         indexes = [each.slot.index for each in active]
-        first = min(indexes)
-        used = self.slots.between(first, max(indexes))
+        used = self.slots.between(min(indexes), max(indexes))
         choice, own, views = self._plan(policy, active, used, bool(unfinished))
         lanes = self._lanes(choice, own, active, used)
         stop = policy.early_stop(choice, views[0]) if len(views) == 1 and choice.drafter in self._on_device else None
         self.slots.synchronize()  # earlier launches must not count towards the time of this round
-        started = self.clock()
-        decided = self.rounds.run(lanes, choice.k + 1, first=first, drafter=choice.drafter, stop=stop)
-        milliseconds = 1000 * (self.clock() - started)
-        results = [result for index in indexes if (result := decided[index - first]) is not None]
+        return Planned(active, views, choice, lanes, min(indexes), stop)
+
+    def _conclude(
+        self, planned: Planned, decided: Sequence[RoundResult | EngineError | None], policy: Policy, seconds: float
+    ) -> list[RoundResult | EngineError]:
+        active, views, choice, _, lowest, stop = planned
+        results = [result for each in active if (result := decided[each.slot.index - lowest]) is not None]
         done = [result if isinstance(result, RoundResult) else None for result in results]
         if any(done):
             ran, begun = choice, 0
             if stop is not None and done[0] is not None:  # the pass had the smallest k for what was drafted
                 ran, begun = Choice(choice.drafter, self._size(len(done[0].drafted))), choice.k
-            policy.observe(Observation(ran, views, done, milliseconds, begun))
+            policy.observe(Observation(ran, views, done, 1000 * seconds, begun))
         for index, (each, result) in enumerate(zip(active, done, strict=True)):
             if result is not None:
                 try:

@@ -74,11 +74,16 @@ class LoadedBundle:
         resources = Resources(self.sessions, target.batch, build.max_prompt_chunk, build.k, self.memory, windowed=True)
         loaded = {name: drafters.get(name)(resources) for name in (*drafters.companions(), *self.drafters)}
         on_device = [drafter for drafter in loaded.values() if isinstance(drafter, DeviceDrafter)]
-        launches = Launches(device, target, self.samplers, on_device, build.k[-1])
         parts: list[Engine | Session] = [*self.samplers.values(), *self.sessions.values()]
-        self.rounds = Rounds(device, launches, record=all(part.recordable for part in parts), observer=observer)
+        record = all(part.recordable for part in parts)
+        # An observer reads buffers that drafters share with the other half.
+        halves = 2 if target.overlaps and target.batch > 1 and observer is None else 1
+        launches = [Launches(device, target, self.samplers, on_device, build.k[-1]) for _ in range(halves)]
+        rounds = [Rounds(device, each, record=record, observer=observer) for each in launches]
+        self.rounds = rounds[0]
         piece = RoundCosts(self.manifest, build).piece
-        self.decoder = Decoder(target, self.rounds, loaded, build.k, build.max_prompt_chunk, piece)
+        others = rounds if halves > 1 else ()
+        self.decoder = Decoder(target, self.rounds, loaded, build.k, build.max_prompt_chunk, piece, halves=others)
         self.policy = policy
 
     @classmethod
@@ -131,6 +136,7 @@ class LoadedBundle:
     def observed(self, observer: Observer, policy: Policy | None = None) -> Self:
         """Return a view of this bundle with an observer, and perhaps another policy. Use only one of the two at a time."""
         self.lease.holder = None  # end the current generation: its caches will be overwritten
+        self.decoder.abandon()
         other = copy.copy(self)
         other._assemble(policy or self.policy, observer)
         return other
@@ -149,6 +155,7 @@ class LoadedBundle:
     def close(self) -> None:
         """Free the device's memory. The bundle cannot be used afterwards."""
         self.lease.holder = None
+        self.decoder.abandon()
         del self.decoder, self.rounds, self.sessions, self.samplers, self.engines
         gc.collect()  # launches and buffers refer to each other
 
@@ -243,7 +250,8 @@ class LoadedBundle:
 
     def engine_seconds(self) -> float:
         """Return the time that engines have run so far."""
-        return self.rounds.seconds + sum(session.seconds for session in self.sessions.values())
+        rounds = sum(each.seconds for each in self.decoder.halves or [self.rounds])
+        return rounds + sum(session.seconds for session in self.sessions.values())
 
 
 def _use_ray(engines: Engines, cores: int, device: str | None) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from outrider.errors import EngineError, OutriderError, UsageError
+from outrider.runtime.alternation import Alternation, Decided
 from outrider.runtime.loaded import LoadedBundle
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy.choice import AUTO
@@ -72,8 +73,8 @@ class Scheduler:
         self._decoder = bundle.decoder
         self._slots = bundle.decoder.slots
         self._slots.across_owners = share_prefixes
-        self._drafters = bundle.allowed_drafters(k, drafter)
         self._policy = policy or bundle.policy_for(k, drafter)
+        self._rounds = Alternation(bundle.decoder, self._policy, bundle.allowed_drafters(k, drafter))
         self._clock = clock
         self._queue = RequestQueue()
         self.displaced = self._queue.displaced
@@ -85,6 +86,7 @@ class Scheduler:
         """Drop the running requests and clear the caches. Waiting requests keep waiting."""
         for request in self._running:
             request.slot = None
+        self._decoder.abandon()
         for slot in self._slots:
             self._slots.clear(slot)
         self._forget()
@@ -93,6 +95,7 @@ class Scheduler:
         self._free = list(self._slots)
         self._running: list[Request] = []  # in the order of admission
         self._reading: deque[Request] = deque()  # those with unread prompts, which take turns
+        self._ended: Decided = []  # of rounds that had to end between two steps
         self._last = (0, 0)
 
     @property
@@ -166,17 +169,25 @@ class Scheduler:
     def cancel(self, request: Request) -> None:
         """Drop a request, and free its slot at once."""
         if request.slot is not None:
+            while self._rounds.begun:
+                self._ended += self._rounds.end()
             self._release(request)
         self._queue.remove(request)
 
     def step(self) -> list[tuple[Request, Event | OutriderError]]:
         """Run one step, and return events and errors in the order of admission."""
+        ended, self._ended = [each for each in self._ended if each[0].running], []
+        if ended:
+            return self._postprocess(ended)
         plan = self._schedule()
-        if plan == NOTHING and self._running:
+        if plan == NOTHING and self._running and not self._rounds.begun:
             time.sleep(PAUSE)
         return self._postprocess(self._run(plan))
 
     def _schedule(self) -> SchedulerOutput:
+        begun = self._rounds.begun
+        if begun and self._changing():
+            return NOTHING
         self._preempt()
         while self._queue and self._free:
             request = self._queue.next(self._running)
@@ -192,7 +203,7 @@ class Scheduler:
             self._close_gaps()
         decoding: list[Request] = []
         for request in self._running:
-            if request in self._reading:
+            if request in self._reading or request in begun:
                 continue
             if request.ready():
                 request.late = None
@@ -205,12 +216,22 @@ class Scheduler:
         self._reading.rotate(-1)  # long prompts do not hold up short ones
         return SchedulerOutput(reading, decoding)
 
+    def _changing(self) -> bool:
+        """Return whether the next step does more than rounds, so that those that have begun must end first."""
+        used = sorted(request.slot.index for request in self._running if request.slot is not None)
+        gaps = used[-1] - used[0] >= len(used)
+        return gaps or bool(self._reading) or bool(self._queue and (self._free or self._late()))
+
+    def _late(self) -> list[Request]:
+        """Return the requests whose grammars are so late that others could use their slots."""
+        since = self._clock() - MAX_LATE
+        return [request for request in self._running if request.late is not None and request.late <= since]
+
     def _preempt(self) -> None:
         """Put an answer whose grammar is late back into the queue, with its tokens, if another request could use its slot."""
         if self._free or not self._queue:
             return
-        since = self._clock() - MAX_LATE
-        late = [request for request in self._running if request.late is not None and request.late <= since]
+        late = self._late()
         if late and any(request.ready(patient=False) for request in self._queue):
             running = Counter(request.owner for request in self._running)
             request = max(late, key=lambda each: running[each.owner])
@@ -227,18 +248,19 @@ class Scheduler:
             self._slots.move(last, gap, self._free)
             used.sort(key=lambda slot: slot.index)
 
-    def _run(self, plan: SchedulerOutput) -> list[tuple[Request, RoundResult | EngineError]]:
-        results: list[tuple[Request, RoundResult | EngineError]] = []
+    def _run(self, plan: SchedulerOutput) -> Decided:
+        results: Decided = []
         if plan.read is not None and (error := self._read(plan.read)) is not None:
             results.append((plan.read, error))
-        if plan.round:
+        if decoding := [*plan.round, *self._rounds.begun]:
             engines = self.bundle.engine_seconds()
-            results += self._round(plan.round)
+            decided = self._rounds.run(plan.round, alone=plan.read is None)
             engines = self.bundle.engine_seconds() - engines
-            for request in plan.round:
+            for request in decoding:
                 request.stats.engine_seconds += engines
-            drafted = (len(result.drafted) for _, result in results if isinstance(result, RoundResult))
-            self._last = len(plan.round), max(drafted, default=0)
+            drafted = (len(result.drafted) for _, result in decided if isinstance(result, RoundResult))
+            self._last = len(decided), max(drafted, default=0)
+            results += decided
         return results
 
     def _read(self, request: Request) -> EngineError | None:
@@ -255,28 +277,7 @@ class Scheduler:
                 request.stats.prompt_seconds = self._clock() - (request.admitted or 0.0)
         return None
 
-    def _round(self, requests: list[Request]) -> list[tuple[Request, RoundResult | EngineError]]:
-        try:
-            results = self._decoder.round(requests, self._policy, self._drafters)
-        except EngineError as error:
-            if len(requests) == 1:
-                return [(requests[0], error)]
-            # The backend failed, perhaps because of one request: run each alone.
-            return [result for request in requests for result in self._again(request)]
-        return list(zip(requests, results, strict=True))
-
-    def _again(self, request: Request) -> list[tuple[Request, RoundResult | EngineError]]:
-        """Run a request's round alone, after a round with others has failed."""
-        assert request.slot is not None
-        try:
-            self._slots.restore(request.slot)
-        except EngineError as error:
-            return [(request, error)]
-        return self._round([request])
-
-    def _postprocess(
-        self, results: list[tuple[Request, RoundResult | EngineError]]
-    ) -> list[tuple[Request, Event | OutriderError]]:
+    def _postprocess(self, results: Decided) -> list[tuple[Request, Event | OutriderError]]:
         emitted: list[tuple[Request, Event | OutriderError]] = []
         for request, result in results:
             outcome: Event | OutriderError

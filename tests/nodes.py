@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -54,6 +55,11 @@ class Stage:
                 raise EngineError(f"stage {self.index + 1}: no", "a hint")
             if message.window == LATE:
                 time.sleep(2)
+        for method, (held,) in message.calls:
+            if method == "release" and self.index == 0:
+                Path(held).touch()
+            while method == "hold" and self.index == 1 and not Path(held).exists():
+                time.sleep(0.01)
         self.passes += 1
         called = sum(slot for method, (slot,) in message.calls if method == "clear")
         return message._replace(given=[each + self.index + 1 + called for each in message.given or [WHOLE[: len(message.ids)]]])

@@ -164,7 +164,11 @@ class DeviceDrafter(Drafter):
 
     @abstractmethod
     def attach(self, buffers: RoundBuffers) -> None:
-        """Take the buffers of the drafter's rounds."""
+        """Allocate what rounds over these buffers need, and use them. All such calls come before the first round."""
+
+    @abstractmethod
+    def use(self, buffers: RoundBuffers) -> None:
+        """Use these buffers from now on, one of those that were attached."""
 
     @abstractmethod
     def fill(self, lanes: Sequence[Lane], shape: Shape) -> None:

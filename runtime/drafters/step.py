@@ -45,18 +45,23 @@ class StepDrafter(CachedDrafter):
         return f"{self.name} {name}" if row is None else f"{self.name} {name} {row}"
 
     def attach(self, buffers: RoundBuffers) -> None:
-        self._buffers = buffers
-        self._scratch = np.empty(self._session.vocab_rows, dtype=np.float32)
-        host, device, rows = buffers.inputs.host, buffers.device, range(buffers.max_k)
-        self._ids = host[self._tensor("ids")]
-        self._positions: list[Int64s] = [host[self._tensor("position", row)] for row in rows]
-        self._uniforms = [host[self._tensor("uniforms", row)] for row in rows]
-        for row in rows:
-            host[self._tensor("first_row", row)][0] = row
-        width = self._session.vocab_rows
+        for row in range(buffers.max_k):
+            buffers.inputs.host[self._tensor("first_row", row)][0] = row
+        width, device = self._session.vocab_rows, buffers.device
+        self._scratch = np.empty(width, dtype=np.float32)
         sizes = [buffers.batch * most for most in self._most_logits(buffers.max_k)]
         self._logits = [device.zeros((size, width), "float32", "the logits of a round") for size in sizes]
         self._rows: dict[int, Buffer] = {}  # by drafted token: a copy of its logits, if needed
+        self._take(buffers)
+
+    def use(self, buffers: RoundBuffers) -> None:
+        if buffers is not self._buffers:
+            self._take(buffers)
+
+    def _take(self, buffers: RoundBuffers) -> None:
+        self._buffers, host, rows = buffers, buffers.inputs.host, range(buffers.max_k)
+        self._ids, self._uniforms = host[self._tensor("ids")], [host[self._tensor("uniforms", row)] for row in rows]
+        self._positions: list[Int64s] = [host[self._tensor("position", row)] for row in rows]
 
     def _first_rows(self, context: int, drafted: int) -> int:
         """Return the number of rows of a round's first step."""
@@ -182,5 +187,5 @@ class StepDrafter(CachedDrafter):
 
     def confidence(self, row: int, shape: Shape) -> float:
         if not shape.greedy:
-            return float(self._buffers.q_view(row).max())
+            return float(self._buffers.q.view()[row].max())
         return top_probability(self.logits(row, shape, 0), self._scratch)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from cachetools import LRUCache
 
-from outrider.engines.arrays import Floats
 from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, Layout, host_buffer
 from outrider.engines.samplers import DECIDED, EDITS, SETTINGS
 from outrider.engines.session import Session
@@ -21,6 +20,7 @@ from outrider.runtime.rounds.sampling import SamplingState
 VERIFIER = -1
 MAX_CACHED = 512  # launches or lists of them; each holds an engine's bindings
 Array = npt.NDArray[Any]
+Made = TypeVar("Made")
 
 
 class Lane(NamedTuple):
@@ -63,6 +63,7 @@ class Step:
     launch: Launch
     status: Array | None = None  # int64 [B], on the host
     row: int = VERIFIER  # of the drafted token
+    waits: bool = False  # for what an earlier step began in other processes
 
 
 class RoundState:
@@ -77,6 +78,7 @@ class RoundState:
         # The number of valid rows of each lane with a grammar.
         self.rows = {at: 1 for at in self.active if getattr(lanes[at].sampling, "grammar", None) is not None}
         self.confidences: list[float] = []
+        self.waits_at = 0  # the step that it waits before, if it has begun a pass elsewhere
         self.stops_with: int | None = None  # rows of the target's pass, if drafting stops after the last step
 
     def fail(self, index: int, error: EngineError) -> None:
@@ -119,16 +121,16 @@ class RoundBuffers:
         limits = [engine.max_candidates for engine in samplers.values() if engine.max_candidates]
         self.max_candidates = min([self.vocab_rows, *limits])
         self._tables: dict[int, Arena] = {}  # by their number of edits
-        self._launches: LRUCache[tuple[Any, ...], Launch] = LRUCache(MAX_CACHED)
+        self._launches: LRUCache[tuple[Any, ...], Any] = LRUCache(MAX_CACHED)
 
     # Launches, also for drafters
 
-    def cached(self, key: tuple[Any, ...], make: Callable[[], Launch]) -> Launch:
-        """Return the launch with this key, and make it if necessary."""
-        launch = self._launches.get(key)
-        if launch is None:
-            launch = self._launches[key] = make()
-        return launch
+    def cached(self, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
+        """Return the launch or steps with this key, and make them if necessary."""
+        made: Made | None = self._launches.get(key)
+        if made is None:
+            made = self._launches[key] = make()
+        return made
 
     def sampler(self, name: str, tensors: dict[str, Buffer], shape: Shape) -> Launch:
         """Bind a run of a sampler to these tensors and, unless the round is greedy, to the requests' tables."""
@@ -161,11 +163,6 @@ class RoundBuffers:
         whole = self.q.part(0, 1, self.q.nbytes // self.q.itemsize)
         flat, copies = self._column("q", whole, first, 1, shape.batch * self.vocab_rows)
         return flat.part(0, shape.batch, self.vocab_rows), copies
-
-    def q_view(self, row: int) -> Floats:
-        """Return the distribution [V] of a row's token in a round of one sequence, if the memory is the host's."""
-        view: Floats = self.q.view()[row]
-        return view
 
     def _column(self, name: str, whole: Buffer, first: int, rows: int, columns: int) -> tuple[Buffer, list[Launch]]:
         """Return a tensor that an engine may write, and the launch that copies it into columns of the matrix `whole`."""

@@ -65,8 +65,11 @@ class Launches(RoundBuffers):
         )
 
     def on_device(self, shape: Shape) -> DeviceDrafter | None:
-        """Return the drafter whose launches are part of the round, if there is one."""
-        return self._drafters.get(shape.drafter)
+        """Return the drafter whose launches are part of the round, if there is one. It uses these buffers from now on."""
+        drafter = self._drafters.get(shape.drafter)
+        if drafter is not None:
+            drafter.use(self)
+        return drafter
 
     def _candidates(self, minimum: int) -> int:
         """Return the number of candidates to start with. Few numbers are used, because each has its own launches."""
@@ -87,7 +90,7 @@ class Launches(RoundBuffers):
         host, rows, batch = self.inputs.host, shape.rows, shape.batch
         ids = host["input_ids"][: batch * rows].reshape(batch, rows)
         positions, counts = host["positions"], host["drafted_count"]
-        drafter, self._lanes = self._drafters.get(shape.drafter), lanes
+        drafter, self._lanes = self.on_device(shape), lanes
         for index, (tokens, sampling, _, k, proposed, position, _) in enumerate(lanes):
             positions[index], counts[index] = position, k
             if sampling is None:
@@ -146,19 +149,18 @@ class Launches(RoundBuffers):
         """Return the launches of a round, in order. Shapes that differ only in candidates have corresponding steps."""
         steps = self._steps.get(shape)
         if steps is None:
-            drafter = self._drafters.get(shape.drafter)
+            drafter = self.on_device(shape)
             steps = [Step(self.inputs.upload), *(drafter.steps(shape) if drafter is not None else ())]
-            steps.append(Step(self._target_pass(shape)))
-            steps.append(Step(self._verifier(shape), self.outputs.host["status"]))
+            steps += [*self._target_pass(shape), Step(self._verifier(shape), self.outputs.host["status"])]
             if shape.top is not None:
                 steps.append(Step(self.logprobs.run(shape)))
             self._steps[shape] = steps
         return steps
 
-    def _target_pass(self, shape: Shape) -> Launch:
+    def _target_pass(self, shape: Shape) -> list[Step]:
         on_device = shape.drafter in self._drafters
 
-        def make() -> Launch:
+        def make() -> list[Step]:
             ids = self.inputs.device["input_ids"].part(0, shape.batch, shape.rows)
             positions, drafted = (self.inputs.device[name].part(0, shape.batch) for name in ("positions", "drafted_count"))
             logits = self.target_logits.part(0, shape.batch, shape.rows, self.vocab_rows)
@@ -166,13 +168,14 @@ class Launches(RoundBuffers):
             if self.target.recurrence is not None:
                 pending, committed = (self.inputs.device[name].part(0, shape.batch) for name in ("pending", "committed"))
                 buffers = replace(buffers, commits=(pending, committed))
-            launches = [self.target.bind(buffers)]
+            first, *others = self.target.bind_parts(buffers)
+            launches = [first]
             if on_device:
                 matrix = self.drafted_matrix(shape)
                 launches.insert(0, self.device.copy_columns(ids, 1, matrix, 0, shape.rows - 1))
                 if self.device.synchronous:  # otherwise all lanes draft on the device
                     launches.insert(0, lambda: self._put_proposed(matrix))
-            return in_sequence(launches)
+            return [Step(in_sequence(launches)), *(Step(each, waits=True) for each in others)]
 
         return self.cached(("target", on_device, shape.rows, shape.window, shape.first, shape.batch), make)
 

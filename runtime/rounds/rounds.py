@@ -84,11 +84,23 @@ class Rounds:
         Raises:
             EngineError: the rows do not fit the cache, or the backend failed.
         """
+        return self.finish(self.begin(lanes, rows, first=first, drafter=drafter, stop=stop))
+
+    def begin(
+        self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: EarlyStop | None = None
+    ) -> RoundState:
+        """Do the part of `run` before its target pass is waited for; all of it, unless the target `overlaps`."""
         shape = self.launches.shape(lanes, first, rows, drafter)
         self.launches.fill(lanes, shape)
         state = RoundState(lanes, shape, stop if self.device.synchronous else None)
         self._decide(state)
-        return [state.failed.get(index) or self._result(state, index) for index in range(len(lanes))]
+        return state
+
+    def finish(self, state: RoundState) -> list[RoundResult | EngineError | None]:
+        """Do the rest of a round, and return what `run` does."""
+        if state.waits_at:
+            self._decide(state, state.waits_at)
+        return [state.failed.get(index) or self._result(state, index) for index in range(len(state.lanes))]
 
     def _result(self, state: RoundState, index: int) -> RoundResult | None:
         lane, shape, launches = state.lanes[index], state.shape, self.launches
@@ -103,10 +115,9 @@ class Rounds:
         result = RoundResult(lane.drafter, drafted, tokens, logprobs, state.confidences)
         return result if self.observer is None else self.observer(launches, shape, index, lane, result)
 
-    def _decide(self, state: RoundState) -> None:
-        """Launch a round's steps until all samplers have decided."""
+    def _decide(self, state: RoundState, begin: int = 0) -> None:
+        """Launch a round's steps from `begin` on until all samplers have decided, or up to one that waits."""
         advance = self._advance if self.device.synchronous else self.recorder.advance
-        begin = 0
         while state.active and (at := advance(state, begin)) is not None:
             row = self.launches.steps(state.shape)[at].row
             if state.stops_with is not None:
@@ -124,6 +135,9 @@ class Rounds:
         steps = self.launches.steps(shape)
         for at in range(begin, len(steps)):
             step = steps[at]
+            if step.waits and at > begin:
+                state.waits_at = at
+                return None
             if state.rows and step.status is not None:
                 mask_row(self.launches, state, step.row)
             started = clock()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import ray
 
 from outrider.backends.stage_chain import Chain
-from outrider.backends.stage_host import Crossing
+from outrider.backends.stage_host import Crossing, PassedOn
 from outrider.errors import EngineError
 from outrider.tests.nodes import DIES, LATE, RAISES, WHOLE, Stage, ray_nodes
 
@@ -42,14 +43,43 @@ def asked(rows: int = 1, behaviour: int = 0, stage: int = 0) -> Crossing:
     return Crossing((), np.zeros((rows, 1), dtype=np.int64), np.zeros(1, dtype=np.int64), behaviour, stage, ())
 
 
+def run(made: Chain, message: Crossing) -> PassedOn:
+    return made.receive(made.send(message))
+
+
 def test_passes_of_any_size_go_through_all_stages_with_what_they_must_do_first() -> None:
     made = chain(stages())
     for rows in (1, 3, 2):
-        np.testing.assert_array_equal(made.run(asked(rows))[0], WHOLE[:rows] + 3)
+        np.testing.assert_array_equal(run(made, asked(rows))[0], WHOLE[:rows] + 3)
     made.later("clear", 10)
     made.later("clear", 20)
-    np.testing.assert_array_equal(made.run(asked())[0], WHOLE[:1] + 63)
-    np.testing.assert_array_equal(made.run(asked())[0], WHOLE[:1] + 3)
+    np.testing.assert_array_equal(run(made, asked())[0], WHOLE[:1] + 63)
+    np.testing.assert_array_equal(run(made, asked())[0], WHOLE[:1] + 3)
+
+
+def test_a_pass_goes_through_a_stage_while_another_is_in_the_next_one(tmp_path: Path) -> None:
+    made, held = chain(stages()), str(tmp_path / "held")
+    made.later("hold", held)  # until a later pass has reached the first stage
+    sent = [made.send(asked())]
+    made.later("release", held)
+    sent.append(made.send(asked()))
+    for _ in range(4):
+        np.testing.assert_array_equal(made.receive(sent.pop(0))[0], WHOLE[:1] + 3)
+        sent.append(made.send(asked()))
+
+
+@pytest.mark.parametrize("behaviour", [DIES, RAISES, LATE], ids=["dies", "raises", "late"])
+def test_what_fails_one_pass_fails_the_other_that_is_under_way(behaviour: int) -> None:
+    made = chain(stages(), 0.5 if behaviour == LATE else 20)
+    first, second = made.send(asked(1, behaviour, 1)), made.send(asked())
+    with pytest.raises(EngineError, match=r"^stage 2 ?.") as error:
+        made.receive(first)
+    began = time.monotonic()
+    with pytest.raises(EngineError) as same:
+        made.receive(second)
+    del first, second
+    assert str(same.value) == str(error.value)
+    assert time.monotonic() - began < 0.2
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -60,20 +90,20 @@ def test_passes_of_any_size_go_through_all_stages_with_what_they_must_do_first()
 )
 def test_the_stage_that_failed_is_named_and_another_chain_works(stage: int, behaviour: int, message: str) -> None:
     made = chain(stages(), 0.5 if behaviour == LATE else 20)
-    made.run(asked())
+    run(made, asked())
     with pytest.raises(EngineError, match=f"^stage {stage + 1} ?{message}"):
-        made.run(asked(1, behaviour, stage))
+        run(made, asked(1, behaviour, stage))
     began = time.monotonic()
     with pytest.raises(EngineError, match=f"^stage {stage + 1} ?{message}"):  # caches may differ, so no later pass runs
-        made.run(asked())
+        run(made, asked())
     assert time.monotonic() - began < 0.2
-    np.testing.assert_array_equal(chain(stages()).run(asked())[0], WHOLE[:1] + 3)
+    np.testing.assert_array_equal(run(chain(stages()), asked())[0], WHOLE[:1] + 3)
 
 
 def test_stages_that_wait_sleep_and_end_with_the_chain() -> None:
     actors = stages()
     made = chain(actors)
-    made.run(asked())
+    run(made, asked())
     before = sum(ray.get([each.seconds.remote() for each in actors]))
     time.sleep(1)
     assert sum(ray.get([each.seconds.remote() for each in actors])) - before < 0.6
@@ -90,12 +120,12 @@ def test_after_an_interrupted_pass_the_stages_have_ended() -> None:
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt):
-            made.run(asked(behaviour=LATE, stage=1))
+            run(made, asked(behaviour=LATE, stage=1))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     with pytest.raises(EngineError, match="a pass was interrupted"):
-        made.run(asked())
+        run(made, asked())
 
 
 def test_an_address_that_is_none_is_one_error() -> None:

@@ -10,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engines.session import Session
+from outrider.errors import OutriderError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.request import Request
 from outrider.runtime.scheduler import Scheduler
 from outrider.tests.runtime.serving import Asked, serve
 from outrider.tests.support import build
@@ -46,6 +48,22 @@ def alone(outrider: Outrider, k: int | str, drafter: str | None, limit: int) -> 
         for params in (greedy, sampled, *constrained)
         for prompt in PROMPTS
     ]
+
+
+def at_once(outrider: Outrider, k: int | str, limit: int) -> list[list[int]]:
+    """The answers to the requests of `alone`, which come at once."""
+    params = [SamplingParams(max_new_tokens=limit), replace(SAMPLED, max_new_tokens=limit)]
+    params += [replace(each, structured_outputs=grammar) for each, grammar in zip(params, GRAMMARS, strict=True)]
+    scheduler, got = Scheduler(outrider, k=k), dict[Request, list[int]]()
+    for each in params:
+        for prompt in PROMPTS:
+            got[scheduler.submit(outrider.text.encode(prompt, chat=False), each)] = []
+    while scheduler.busy:
+        for request, event in scheduler.step():
+            if isinstance(event, OutriderError):
+                raise event
+            got[request] += event.token_ids
+    return [*got.values()]
 
 
 def together(outrider: Outrider, k: int | str) -> list[list[int]]:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import outrider
-from outrider.backends.base import Engines
 from outrider.backends.open import open_bundle, open_engines
-from outrider.backends.remote_stages import RemoteStages
-from outrider.backends.stage_chain import Chain
-from outrider.backends.stage_host import Crossing, PassedOn, StageHost, seal
-from outrider.engines.session import Session
-from outrider.engines.sizes import Sizes
+from outrider.backends.stage_host import StageHost, seal
 from outrider.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.tests.deferred import deferred
-from outrider.tests.runtime.stages import SLOTS, alone, loaded, results, together
+from outrider.tests.runtime.local_stages import LocalStages
+from outrider.tests.runtime.stages import SLOTS, alone, at_once, loaded, results, together
 from outrider.tests.support import ROOT, Made
 
 HYBRID = str(ROOT / "examples" / "tiny-hybrid" / "target")
@@ -100,40 +95,12 @@ def test_stages_compute_the_same_bits(pair: Pair) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
-class LocalChain(Chain):
-    """Hosts of stages in this process."""
-
-    def __init__(self, hosts: Sequence[StageHost]):
-        super().__init__({}, 0)
-        self.hosts = hosts
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-
-    def later(self, method: str, *arguments: Any) -> None:
-        self.calls.append((method, arguments))
-
-    def run(self, message: Crossing) -> PassedOn:
-        message, self.calls = message._replace(calls=self.calls), []
-        for host in self.hosts:
-            message = host.run(message)
-        return message.given
-
-    def cache(self) -> dict[str, npt.NDArray[Any]]:
-        return {name: tensor for host in self.hosts for name, tensor in host.cache(self.calls).items()}
-
-
-def hosted(engines: Engines, sizes: Sequence[Sizes]) -> Session:
-    hosts = [StageHost(f"stage {number}") for number in range(1, len(sizes) + 1)]
-    for index, host in enumerate(hosts):
-        host.open(index, engines.folder, seal(engines.manifest), outrider.__version__, sizes[0].batch, None)
-    return RemoteStages(LocalChain(hosts), sizes[-1])
-
-
 @pytest.mark.parametrize("name", ["head", "hybrid in three"])
 def test_what_runs_in_actors_computes_the_same_bits(pairs: Made[Pair], name: str) -> None:
     """Here without actors; with them in test_ray_stages.py, which is slow."""
     whole, staged = (each.engines.folder for each in pairs[name])
     actors = open_engines(staged, *open_bundle(staged))
-    actors.elsewhere = hosted
+    actors.elsewhere = LocalStages()
     single = open_engines(whole, *open_bundle(whole))
     got, want = ([*map(np.array, results(each.session("target", SLOTS)))] for each in (actors, single))
     for ours, theirs in zip(got, want, strict=True):
@@ -164,6 +131,29 @@ def test_requests_share_the_slots_of_all_stages(pair: Pair, k: int | str) -> Non
     """With prefixes that are copied, kept and cut off, and requests that are cancelled."""
     whole, staged = pair
     assert together(staged, k) == together(whole, 0)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("name", ["head", "hybrid in three"])
+def test_texts_of_halves_that_alternate_are_those_of_the_whole(pairs: Made[Pair], name: str, late: bool) -> None:
+    """Whether the other processes run a pass as soon as they have it, or when this one waits for it: greedy and sampled, free
+    and under grammars, and with requests that come and go."""
+    whole, staged = pairs[name]
+    engines, stages = open_engines(staged.engines.folder, *open_bundle(staged.engines.folder)), LocalStages(late)
+    engines.elsewhere = stages
+    halves = Outrider(engines, staged.text, SLOTS)
+    want = alone(whole, 0, None, 12)
+    assert alone(halves, 4, None, 12) == want
+    assert stages.chain.overlapping == 0  # of one sequence nothing is done ahead
+    for k in (0, 4, "auto"):
+        passes = stages.chain.passes
+        assert at_once(halves, k, 12) == want, k
+        assert (
+            stages.chain.overlapping > (stages.chain.passes - passes) / 4
+        )  # answers are short, and prompts are read in between
+        stages.chain.overlapping = 0
+    assert together(halves, "auto") == together(whole, 0)
+    assert stages.chain.overlapping
 
 
 def test_stages_wait_for_each_other_on_a_device_that_runs_behind(pairs: Made[Pair]) -> None:

@@ -23,18 +23,20 @@ from outrider.backends import stage_chain
 from outrider.backends.base import Engines
 from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.remote_stages import RayStages
+from outrider.backends.stage_chain import Chain, Sent
+from outrider.backends.stage_host import Crossing, PassedOn
 from outrider.engines.device import Cpu
 from outrider.engines.staged_session import StagedSession
 from outrider.errors import EngineError, OutriderError, UsageError
 from outrider.experiments.measure.__main__ import main
 from outrider.export.pair import export_pair
-from outrider.runtime.request import Event
+from outrider.runtime.request import Event, Request
 from outrider.runtime.scheduler import Scheduler
 from outrider.serve.engine import EngineThread
 from outrider.serve.metrics import Metrics
 from outrider.tests.deferred import DeferredEngines
 from outrider.tests.nodes import ray_nodes
-from outrider.tests.runtime.stages import SLOTS, alone, loaded, results, together
+from outrider.tests.runtime.stages import SLOTS, alone, at_once, loaded, results, together
 from outrider.tests.support import ROOT, Made, build
 
 pytestmark = pytest.mark.slow
@@ -109,8 +111,8 @@ def engines(bundle: Path, passing: float = 60) -> Engines:
 
 
 @over((NODES, "pair"), (NODES, "head"), (NODES, "hybrid"), (MACHINE, "pair"))
-def test_texts_over_nodes_are_those_of_the_whole(bundles: Made[Bundles], name: str) -> None:
-    """Greedy and sampled, free and under grammars, alone and together, with every drafter of the bundle."""
+def test_texts_over_nodes_are_those_of_the_whole(bundles: Made[Bundles], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and sampled, free and under grammars, alone and in halves that alternate, with every drafter of the bundle."""
     whole = Outrider.load(bundles[name].whole, slots=None)
     with closing(Outrider.load(bundles[name].staged, slots=None, stage_cores=1)) as staged:
         assert len(hosts(int(STAGES[name]) - 1)) == int(STAGES[name]) - 1
@@ -120,6 +122,47 @@ def test_texts_over_nodes_are_those_of_the_whole(bundles: Made[Bundles], name: s
         for k, drafter in [(4, each) for each in whole.drafters] + [(1, whole.drafters[0])]:
             assert alone(staged, k, drafter, 8) == want, (k, drafter)
         assert together(staged, "auto") == together(whole, 0)
+        under_way = watched(monkeypatch)
+        for size in (0, 4, "auto"):
+            assert at_once(staged, size, 8) == want, size
+        assert max(under_way) == 2
+        assert under_way.count(2) > len(under_way) / 6  # answers are short, and prompts are read in between
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, then: Callable[[int], object] = lambda _: None) -> list[int]:
+    """Return how many passes are under way, whenever one is sent or received. Call a function before one is waited for."""
+    send, receive, counts = Chain.send, Chain.receive, [0]
+
+    def sending(self: Chain, message: Crossing) -> Sent:
+        sent = send(self, message)
+        counts.append(counts[-1] + 1)
+        return sent
+
+    def receiving(self: Chain, sent: Sent) -> PassedOn:
+        then(counts[-1])
+        given = receive(self, sent)
+        counts.append(counts[-1] - 1)
+        return given
+
+    monkeypatch.setattr(Chain, "send", sending)
+    monkeypatch.setattr(Chain, "receive", receiving)
+    return counts
+
+
+@over((NODES, "pair"), (MACHINE, "pair"))
+def test_a_stage_that_dies_fails_both_halves(bundles: Made[Bundles], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the halves, with one error; and nothing waits for the pass that is lost."""
+    with closing(Outrider.load(bundles[name].staged, slots=None, stage_cores=1)) as staged:
+        watched(monkeypatch, lambda count: [host.kill() for host in hosts()] if count == 2 else None)
+        scheduler, failed = Scheduler(staged, k=4), list[tuple[Request, EngineError]]()
+        requests = [scheduler.submit([token, 6, 7], SamplingParams(max_new_tokens=20)) for token in (5, 10, 11)]
+        began = time.monotonic()
+        while scheduler.busy:
+            failed += [(request, event) for request, event in scheduler.step() if isinstance(event, EngineError)]
+        assert time.monotonic() - began < 30
+    assert sorted(requests.index(request) for request, _ in failed) == [0, 1, 2]
+    assert len({str(error) for _, error in failed}) == 1
+    assert "ActorDiedError" in str(failed[0][1])
 
 
 @over((NODES, "pair"), (NODES, "hybrid"), (NODES, "openvino"), (MACHINE, "pair"), (MACHINE, "hybrid"))
