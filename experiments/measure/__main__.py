@@ -8,6 +8,7 @@ import click
 
 MODES = (
     "answers",
+    "halves",
     "hops",
     "host",
     "kernels",
