@@ -7,7 +7,8 @@ OutriderError                  exit code 1: the request was valid, but it failed
 ├── ParityError                an exported graph does not reproduce the checkpoint's logits
 ├── FolderError                an export or bundle is missing, damaged, too new, or cannot be written
 ├── EngineError                an engine does not load or run, or its logits contain NaN or infinity
-│   └── DeviceError            this machine has no GPU that the engine can run on
+│   ├── DeviceError            this machine has no GPU that the engine can run on
+│   └── StageError             a stage of the target in another process has failed, and its caches are lost
 └── UsageError                 exit code 2: the request itself is wrong
 """
 
@@ -77,6 +78,10 @@ class EngineError(OutriderError):
 
 class DeviceError(EngineError):
     """This machine has no GPU or driver that the engine can run on. The engine may work on another machine."""
+
+
+class StageError(EngineError):
+    """A stage of the target in another process has failed, and its caches are lost. `Session.reopen` replaces it."""
 
 
 class UsageError(OutriderError):

@@ -7,14 +7,14 @@ stage. What sessions must do before it travels with it, accepted counts included
 Ray places the actors, carries the messages, runs them in order, and tells when an actor dies.
 
 Ray does not know what an actor holds, so this code checks that the bundle and the release are those of the decoding process.
-It also limits how long a pass may take, and finds out which stage failed. Nothing is started again or sent twice here: the
-caches of an actor end with it, and after any failure nobody knows which stages have run a pass. All later passes fail, too,
-until the bundle is opened again.
+It also limits how long a pass may take, and finds out which stage failed. Nothing is sent twice: the caches of an actor end
+with it, and after any failure nobody knows which stages have run a pass. All later passes fail, too, until the session is
+reopened with new actors and empty caches, as a server does, or the bundle is opened again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -42,11 +42,11 @@ class RemoteStages(Session):
     recordable = False
     overlaps = True
 
-    def __init__(self, chain: Chain, last: Sizes):
+    def __init__(self, connect: Callable[[], Chain], last: Sizes):
         """Forward to a chain; `last` are the sizes of its last stage."""
         super().__init__(Cpu(), last)
         assert last.stage is not None
-        self._chain = chain
+        self._connect, self._chain, self._paired = connect, connect(), False
         self._gives = last.stage.gives
 
     def bind(self, buffers: Pass) -> Launch:
@@ -69,7 +69,13 @@ class RemoteStages(Session):
         return [begin, finish]
 
     def pair_lone_rows(self) -> None:
+        self._paired = True
         self._chain.later("pair_lone_rows")
+
+    def reopen(self) -> None:
+        self._chain = self._connect()
+        if self._paired:
+            self.pair_lone_rows()
 
     def clear(self, slot: int) -> None:
         self._chain.later("clear", slot)
@@ -111,6 +117,9 @@ class RayStages:
                 f"stages in several processes run on CPUs only, not on {engines.device.name}",
                 "use --device cpu, or leave --stage-cores out",
             )
+        return RemoteStages(lambda: self._chain(engines, sizes), sizes[-1])
+
+    def _chain(self, engines: Engines, sizes: Sequence[Sizes]) -> Chain:
         connect(len(sizes) * self._cores)
         group = get_current_placement_group()  # of a replica, which has room for its stages
         strategy = "SPREAD" if group is None else PlacementGroupSchedulingStrategy(group)
@@ -119,4 +128,4 @@ class RayStages:
         names = [f"stage {number} (layers {first}-{last})" for number, (first, last) in enumerate(spans, 1)]
         chain = Chain({name: ray.remote(**options)(StageHost).remote(name) for name in names}, self._passing, self._graph)
         chain.open(engines.folder, seal(engines.manifest), outrider.__version__, sizes[0].batch, self._device)
-        return RemoteStages(chain, sizes[-1])
+        return chain

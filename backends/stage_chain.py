@@ -23,7 +23,7 @@ from ray.exceptions import GetTimeoutError, RayChannelTimeoutError, RayError, Ra
 from ray.experimental.channel.shared_memory_channel import CompositeChannel, SharedMemoryType
 
 from outrider.backends.stage_host import AGAIN, Call, Crossing, PassedOn
-from outrider.errors import EngineError, OutriderError, reason_of
+from outrider.errors import OutriderError, StageError, reason_of
 
 OPENING = 600.0  # seconds for actors to find a place and to load their stages
 UNDER_WAY = 2  # passes: one of each half of a batch
@@ -108,7 +108,7 @@ class Chain:
         """Call `StageHost.open` of all actors, and connect them.
 
         Raises:
-            EngineError: one cannot be opened, or finds no place in time.
+            StageError: one cannot be opened, or finds no place in time.
         """
         opening = [actor.open.remote(index, *arguments) for index, actor in enumerate(self._actors)]
         try:
@@ -133,7 +133,7 @@ class Chain:
         """Begin a pass. Up to `UNDER_WAY` may be under way; they are received in the order in which they were sent.
 
         Raises:
-            EngineError: a stage failed, now or earlier, or took too long.
+            StageError: a stage failed, now or earlier, or took too long.
         """
         message, self._calls = message._replace(calls=self._calls), []
         self._passes += 1
@@ -177,16 +177,16 @@ class Chain:
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise EngineError(*self._failure)
+            raise StageError(*self._failure)
 
-    def _fail(self, error: BaseException, message: str, hint: str) -> EngineError:
+    def _fail(self, error: BaseException, message: str, hint: str) -> StageError:
         """End the actors, and return the error of this pass and of all later ones."""
         cause = error.cause if isinstance(error, RayTaskError) else None
         self._failure = (str(cause), cause.hint) if isinstance(cause, OutriderError) else (message, hint)
         self._ended()
         if self._graph is not None:
             self._graph.teardown()  # or Ray waits for the other pass when its answer is dropped
-        return EngineError(*self._failure)
+        return StageError(*self._failure)
 
     def _first(self, answers: Sequence[Any], late: str, least: int = 0) -> str | None:
         """Return which stage died or, if none did, the first whose answer is missing or below `least`, if there is one."""

@@ -151,6 +151,13 @@ class Session(ABC):
         """Replace a draft head's features by float32 [B, C, H]; for comparisons."""
         raise NotImplementedError
 
+    def reopen(self) -> None:  # noqa: B027
+        """Replace what runs in other processes, after a `StageError`. Its caches are empty then.
+
+        Raises:
+            EngineError: it cannot be replaced now.
+        """
+
     @abstractmethod
     def clear(self, slot: int) -> None:
         """Zero a slot's cache. Masked values are still multiplied (by zero), so NaN of one sequence would reach the next."""

@@ -151,6 +151,10 @@ class StagedSession(Session):
     def with_features(self) -> Session:
         return self.stages[-1]
 
+    def reopen(self) -> None:
+        for stage in self.stages:
+            stage.reopen()
+
     def clear(self, slot: int) -> None:
         for stage in self.stages:
             stage.clear(slot)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from outrider.errors import OutriderError
 from outrider.runtime.request import Event, Request
@@ -13,6 +16,7 @@ from outrider.runtime.stats import Load
 from outrider.serve.metrics import Metrics
 
 Result = Event | OutriderError
+LOGGER = logging.getLogger("outrider.serve")
 
 
 class TimedOutError(OutriderError):
@@ -83,3 +87,19 @@ class Deliveries:
             for request, delivery in self._open.items()
             if now > delivery.deadline
         ]
+
+
+def settle(accepted: asyncio.Future[list[Request]], result: list[Request] | OutriderError) -> None:
+    """End the wait for requests to be queued."""
+    if isinstance(result, OutriderError):
+        accepted.set_exception(result)
+    else:
+        accepted.set_result(result)
+
+
+def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: Any) -> None:
+    """Call a function in an event loop, from another thread."""
+    try:
+        loop.call_soon_threadsafe(callback, *arguments)
+    except RuntimeError:  # the loop is closed, so nobody needs the result
+        LOGGER.debug("a result arrived after the server had shut down")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from outrider.bundle.integrity import FolderWatch
-from outrider.errors import EngineError, FolderError, OutriderError
+from outrider.errors import EngineError, FolderError, OutriderError, StageError
 from outrider.runtime.loaded import LoadedBundle
 from outrider.runtime.memory.memory import Memory
 from outrider.runtime.params import SamplingParams
@@ -22,7 +22,8 @@ from outrider.runtime.request import Request
 from outrider.runtime.request_queue import QueueFullError
 from outrider.runtime.scheduler import Scheduler
 from outrider.runtime.text.stream import NONE_SHOWN
-from outrider.serve.deliveries import Deliveries, Delivery, Result
+from outrider.serve.deliveries import Deliveries, Delivery, Result, call_soon, settle
+from outrider.serve.lost_stages import lost_stage, replace_stages
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import Settings
 from outrider.serve.turns import Turns
@@ -55,7 +56,7 @@ class EngineThread:
         self.prompts = PromptEncoder(self.workers)
         self.grammars: RemoteGrammars  # made with the scheduler
         self.reading, self.compiling = Turns(), Turns()  # for prompts and for grammars
-        self.failure: OutriderError | None = None  # why the engines cannot be used any more
+        self.failure: OutriderError | None = None  # why the engines cannot be used, for good or until stages are replaced
         self.loaded = threading.Event()  # set when the bundle is ready or has failed to load
         self._bundle, self._load, self._timeout = bundle, load, timeout
         self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
@@ -166,10 +167,10 @@ class EngineThread:
         loop, limit = asyncio.get_running_loop(), min(self._timeout, timeout or self._timeout)
         accepted: asyncio.Future[list[Request]] = loop.create_future()
         deadline = time.perf_counter() + limit - waited
-        sinks = (partial(_call_soon, loop, deliver, index) for index in range(len(requests)))
+        sinks = (partial(call_soon, loop, deliver, index) for index in range(len(requests)))
         deliveries = [Delivery(sink, limit, deadline) for sink in sinks]
-        settle = partial(_call_soon, loop, _settle, accepted)
-        self._inbox.put(partial(self._submit, requests, owner, priority, shown, deliveries, settle))
+        respond = partial(call_soon, loop, settle, accepted)
+        self._inbox.put(partial(self._submit, requests, owner, priority, shown, deliveries, respond))
         try:
             return await asyncio.shield(accepted)
         except asyncio.CancelledError:  # the client has disconnected
@@ -248,7 +249,9 @@ class EngineThread:
         for request, _ in overdue:
             scheduler.cancel(request)
         self.deliveries.deliver(overdue, scheduler.load)
-        if (error := self._watchdog.stepped(results)) is not None:
+        if (lost := lost_stage(results)) is not None:
+            self._replace_stages(scheduler, lost)
+        elif (error := self._watchdog.stepped(results)) is not None:
             self._break(error)
 
     def _recover(self, scheduler: Scheduler, error: OutriderError) -> None:
@@ -265,6 +268,18 @@ class EngineThread:
         LOGGER.error("the engines cannot be used any more", extra={"error": str(error)})
         self._fail_all(error)
 
+    def _replace_stages(self, scheduler: Scheduler, error: StageError) -> None:
+        """Fail all requests, because the caches are lost with a stage, and refuse others until new stages are connected."""
+        self._break(error)
+        self.running = self._step_started = None  # as while loading: nobody waits for this thread to end
+        self.take_calls(wait=False)  # refuses the requests that were submitted in the meantime
+        for again in replace_stages(scheduler):
+            self.failure = again
+            self.take_calls(wait=False)
+            if self._ending:
+                break
+        self.running, self.failure, self._watchdog = scheduler, None, Watchdog(scheduler)
+
     def _submit(
         self,
         requests: Sequence[tuple[list[int], SamplingParams]],
@@ -272,18 +287,18 @@ class EngineThread:
         priority: int,
         shown: Mapping[int, str],
         deliveries: Sequence[Delivery],
-        settle: Callable[[list[Request] | OutriderError], None],
+        respond: Callable[[list[Request] | OutriderError], None],
     ) -> None:
         try:
             accepted = self.scheduler.submit_all(requests, owner, priority, shown)
         except OutriderError as error:
-            settle(error)
+            respond(error)
         except Exception as error:  # a bug must end this request, not the thread
             LOGGER.exception("a request could not be queued")
-            settle(bug(error))
+            respond(bug(error))
         else:
             self.deliveries.add(accepted, deliveries)
-            settle(accepted)
+            respond(accepted)
             full = QueueFullError("the queue is full, and others have fewer requests in it", "try again later")
             while self.scheduler.displaced:
                 self.deliveries.deliver([(self.scheduler.displaced.pop(), full)], self.scheduler.load)
@@ -299,21 +314,6 @@ class EngineThread:
         for request in failed:
             self.running.cancel(request)
         self.deliveries.deliver([(request, error) for request in failed], self.running.load)
-
-
-def _settle(accepted: asyncio.Future[list[Request]], result: list[Request] | OutriderError) -> None:
-    if isinstance(result, OutriderError):
-        accepted.set_exception(result)
-    else:
-        accepted.set_result(result)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: Any) -> None:
-    """Call a function in an event loop, from the thread."""
-    try:
-        loop.call_soon_threadsafe(callback, *arguments)
-    except RuntimeError:  # the loop is closed, so nobody needs the result
-        LOGGER.debug("a result arrived after the server had shut down")
 
 
 def _shutting_down() -> NotReadyError:

@@ -22,9 +22,11 @@ from outrider.errors import EngineError
 class LocalChain(Chain):
     """Runs hosts of stages when a pass is sent or, if they are `late`, when it is waited for. Others do so in between."""
 
-    def __init__(self, hosts: Sequence[StageHost], late: bool):
+    def __init__(self, engines: Engines, sizes: Sequence[Sizes], late: bool = False):
         super().__init__({}, 0)
-        self.hosts, self.late = hosts, late
+        self.hosts, self.late = [StageHost(f"stage {number}") for number in range(1, len(sizes) + 1)], late
+        for index, host in enumerate(self.hosts):
+            host.open(index, engines.folder, seal(engines.manifest), outrider.__version__, sizes[0].batch, None)
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.sent: deque[bytes] = deque()  # that no stage has run
         self.given: deque[bytes] = deque()  # that nobody has received
@@ -70,10 +72,11 @@ class LocalStages:
 
     def __init__(self, late: bool = False):
         self.late = late
+        self.chains = list[LocalChain]()
 
     def __call__(self, engines: Engines, sizes: Sequence[Sizes]) -> Session:
-        hosts = [StageHost(f"stage {number}") for number in range(1, len(sizes) + 1)]
-        for index, host in enumerate(hosts):
-            host.open(index, engines.folder, seal(engines.manifest), outrider.__version__, sizes[0].batch, None)
-        self.chain = LocalChain(hosts, self.late)
-        return RemoteStages(self.chain, sizes[-1])
+        def connect() -> LocalChain:
+            self.chains.append(LocalChain(engines, sizes, self.late))
+            return self.chains[-1]
+
+        return RemoteStages(connect, sizes[-1])

@@ -48,7 +48,7 @@ def halves(bundle: Path, whole: Outrider, request: pytest.FixtureRequest) -> tup
     """Stages that run a pass as soon as they have it, or when it is waited for."""
     engines, stages = open_engines(bundle, *open_bundle(bundle)), LocalStages(request.param)
     engines.elsewhere = stages
-    return Outrider(engines, whole.text, len(TEXTS)), stages.chain
+    return Outrider(engines, whole.text, len(TEXTS)), stages.chains[-1]
 
 
 def params(limit: int = LIMIT) -> SamplingParams:

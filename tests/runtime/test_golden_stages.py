@@ -107,6 +107,16 @@ def test_what_runs_in_actors_computes_the_same_bits(pairs: Made[Pair], name: str
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_stages_that_replace_lost_ones_are_as_those_were(pairs: Made[Pair]) -> None:
+    staged, stages = pairs["head"][1].engines.folder, LocalStages()
+    actors = open_engines(staged, *open_bundle(staged))
+    actors.elsewhere = stages
+    session = actors.session("target", SLOTS)
+    session.pair_lone_rows()
+    session.reopen()
+    assert [each.calls for each in stages.chains] == [[("pair_lone_rows", ())]] * 2
+
+
 def test_an_actor_refuses_another_bundle_and_another_release(pairs: Made[Pair]) -> None:
     whole, staged = (each.engines for each in pairs["head"])
     host, own = StageHost("stage 1"), outrider.__version__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import signal
 import threading
@@ -27,12 +28,13 @@ from outrider.backends.stage_chain import Chain, Sent
 from outrider.backends.stage_host import Crossing, PassedOn
 from outrider.engines.device import Cpu
 from outrider.engines.staged_session import StagedSession
-from outrider.errors import EngineError, OutriderError, UsageError
+from outrider.errors import EngineError, StageError, UsageError
 from outrider.experiments.measure.__main__ import main
 from outrider.export.pair import export_pair
 from outrider.runtime.request import Event, Request
 from outrider.runtime.scheduler import Scheduler
-from outrider.serve.engine import EngineThread
+from outrider.serve.deliveries import Result
+from outrider.serve.engine import EngineThread, NotReadyError
 from outrider.serve.metrics import Metrics
 from outrider.tests.deferred import DeferredEngines
 from outrider.tests.nodes import ray_nodes
@@ -185,35 +187,44 @@ def test_hops_and_halves_are_measured(bundles: Made[Bundles], name: str) -> None
     assert [line[:9] for line in done.stdout.splitlines()] == ["one half ", "all in on", "in halves"]
 
 
-@over_nodes
-def test_a_server_whose_stage_dies_says_so(bundles: Made[Bundles]) -> None:
-    """Requests get an error, and then the engines count as broken, so that whoever runs the server restarts it."""
-    bundle = bundles["pair"].staged
+@over((NODES, "pair"), (MACHINE, "pair"))
+def test_a_server_replaces_a_stage_that_dies(bundles: Made[Bundles], name: str) -> None:
+    """Requests that run or wait get its error, and later ones their texts."""
+    bundle = bundles[name].staged
     engine = EngineThread(bundle, lambda: Scheduler(Outrider.load(bundle, slots=None, stage_cores=1)), Metrics(), timeout=60)
     engine.start()
     assert engine.loaded.wait(120)
 
-    async def ask(token: int) -> Event | OutriderError:
-        answers: asyncio.Queue[Event | OutriderError] = asyncio.Queue()
-        await engine.submit([([token, 6, 7], SamplingParams(max_new_tokens=3))], lambda _, each: answers.put_nowait(each))
-        while isinstance(answer := await asyncio.wait_for(answers.get(), 60), Event) and answer.finish_reason is None:
-            pass
-        return answer
+    async def ask(first: int) -> list[list[Result]]:
+        results, over = list[list[Result]]([[] for _ in range(2 * SLOTS)]), asyncio.Event()
 
-    assert isinstance(asyncio.run(ask(5)), Event)
-    hosts()[0].kill()
-    began = time.monotonic()
-    for token in range(10, 13):
-        answer = asyncio.run(ask(token))
-        assert isinstance(answer, EngineError)
-        assert "stage " in str(answer)
-        assert "ActorDiedError" in str(answer)
-    for _ in range(100):
-        if engine.failure is not None:
-            break
-        time.sleep(0.05)
-    assert "ActorDiedError" in str(engine.failure)
-    assert time.monotonic() - began < 30
+        def take(index: int, result: Result) -> None:
+            results[index].append(result)
+            if all(each and getattr(each[-1], "finish_reason", "error") is not None for each in results):
+                over.set()
+
+        params = SamplingParams(max_new_tokens=12, min_new_tokens=12)
+        await engine.submit([([first + index, 6, 7], params) for index in range(2 * SLOTS)], take)
+        await asyncio.wait_for(over.wait(), 60)
+        return results
+
+    def texts(results: list[list[Result]]) -> list[str]:
+        return ["".join(event.text for event in each if isinstance(event, Event)) for each in results]
+
+    want = texts(asyncio.run(ask(5)))
+    assert all(want)
+    for _ in range(2):
+        hosts()[0].kill()
+        errors = asyncio.run(ask(50))
+        for (error,) in errors:
+            assert isinstance(error, StageError)
+            assert re.match(r"stage \d \(layers \d-\d\) failed: ActorDiedError", str(error))
+        for _ in range(600):
+            with suppress(NotReadyError):
+                engine.check()
+                break
+            time.sleep(0.05)
+        assert texts(asyncio.run(ask(5))) == want
     engine.stop()
 
 

@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.serve.server import PROMPT, fetch, free_port
+from outrider.tests.serve.server import PROMPT, fetch, free_port, post, serving
 from outrider.tests.support import COMMAND, build
 
 pytestmark = pytest.mark.slow
@@ -42,6 +42,33 @@ def test_generate_starts_a_cluster_that_lives_as_long_as_the_command(bundle: Pat
     assert (done.returncode, json.loads(done.stdout or "{}").get("text")) == (0, want), done.stderr
 
 
+def kill_stages(server: int) -> None:
+    """Kill the stages of a server's cluster."""
+    for process in psutil.Process(server).children(recursive=True):
+        if "ray::StageHost" in " ".join(process.cmdline()):
+            process.kill()
+
+
+def test_a_server_that_has_lost_a_stage_connects_a_new_one(bundle: Path, want: str) -> None:
+    """One request gets the error. Until the stage is back, the server says so, and may be ended."""
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 24, "temperature": 0}).encode()
+    environment = {"RAY_ADDRESS": "local"}
+    with serving(bundle, "--stage-cores", "1", env=environment) as server:
+        for _ in range(2):
+            status, answer = post(server, "/v1/completions", body)
+            assert (status, answer["choices"][0]["text"]) == (200, want)
+            kill_stages(server.process.pid)
+            status, answer = post(server, "/v1/completions", body)
+            assert (status, "stage 1 (layers 0-" in answer["error"]["message"]) == (500, True), answer
+            status, answer = post(server, "/v1/completions", body)
+            assert (status, answer["error"]["code"]) == (503, "not_ready"), answer
+            assert server.health()[0] == 503
+            server.ready()
+        kill_stages(server.process.pid)
+        assert post(server, "/v1/completions", body)[0] == 500
+        assert server.stop() == 0
+
+
 def test_a_replica_whose_stage_dies_is_replaced(bundle: Path, want: str) -> None:
     """Until then, clients get errors; they never get another text."""
     port = free_port()
@@ -58,9 +85,7 @@ def test_a_replica_whose_stage_dies_is_replaced(bundle: Path, want: str) -> None
             assert any("running on" in line for line in server.stderr)
             status, answer = ask()
             assert (status, answer["choices"][0]["text"]) == (200, want)
-            for process in psutil.Process(server.pid).children(recursive=True):
-                if "ray::StageHost" in " ".join(process.cmdline()):
-                    process.kill()
+            kill_stages(server.pid)
             status, answer = ask()
             assert (status, "stage 1 (layers 0-" in answer["error"]["message"]) == (500, True), answer
             deadline = time.monotonic() + 120

@@ -1,0 +1,137 @@
+"""A server whose target has stages in other processes, without Ray: what clients see until lost stages are back."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from outrider.backends.base import Engines
+from outrider.backends.open import open_bundle, open_engines
+from outrider.backends.remote_stages import RemoteStages
+from outrider.backends.stage_chain import Sent
+from outrider.backends.stage_host import Crossing
+from outrider.engines.session import Session
+from outrider.engines.sizes import Sizes
+from outrider.errors import OutriderError, StageError
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.scheduler import Scheduler
+from outrider.runtime.text.text import Text
+from outrider.serve import lost_stages
+from outrider.serve.deliveries import Result
+from outrider.serve.engine import EngineThread, NotReadyError
+from outrider.serve.metrics import Metrics
+from outrider.tests.runtime.local_stages import LocalChain
+from outrider.tests.support import build
+
+SLOTS = 2
+
+
+class Ended(NamedTuple):
+    """What a request got."""
+
+    tokens: list[int]
+    last: Result
+
+
+class Node:
+    """Where the first stage of a target runs: it is lost after some passes, and may not be back at once."""
+
+    def __init__(self) -> None:
+        self.left: float = math.inf  # passes until it is lost
+        self.away = threading.Event()
+        self.chains = 0
+
+    def stages(self, engines: Engines, sizes: Sequence[Sizes]) -> Session:
+        """For `Engines.elsewhere`."""
+
+        def connect() -> LosableChain:
+            if self.away.is_set():
+                raise StageError("stage 1 found no place", "a hint")
+            self.chains, self.left = self.chains + 1, math.inf
+            return LosableChain(self, engines, sizes)
+
+        return RemoteStages(connect, sizes[-1])
+
+
+class LosableChain(LocalChain):
+    def __init__(self, node: Node, engines: Engines, sizes: Sequence[Sizes]):
+        super().__init__(engines, sizes)
+        self.node = node
+
+    def send(self, message: Crossing) -> Sent:
+        if self.node.left <= 0:
+            raise StageError("stage 1 died", "a hint")
+        self.node.left -= 1
+        return super().send(message)
+
+
+async def asked(engine: EngineThread, prompts: Sequence[list[int]], limit: int = 20) -> list[Ended]:
+    """Submit requests together, and wait for all."""
+    ended: list[list[Result]] = [[] for _ in prompts]
+    requests = [(prompt, SamplingParams(max_new_tokens=limit, min_new_tokens=limit)) for prompt in prompts]
+    await engine.submit(requests, lambda index, result: ended[index].append(result))
+
+    def is_over(results: list[Result]) -> bool:
+        return bool(results) and (isinstance(results[-1], OutriderError) or results[-1].finish_reason is not None)
+
+    async with asyncio.timeout(60):
+        while not all(map(is_over, ended)):
+            await asyncio.sleep(0.01)
+    tokens = [[token for event in each if not isinstance(event, OutriderError) for token in event.token_ids] for each in ended]
+    return [Ended(*each) for each in zip(tokens, (each[-1] for each in ended), strict=True)]
+
+
+def test_all_get_an_error_and_later_ones_their_answers(
+    trained_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that run, read or wait when a stage is lost get its error. Until it is back, the server is not ready."""
+    monkeypatch.setattr(lost_stages, "FIRST_PAUSE", 0.05)
+    bundle = build(trained_export, tmp_path / "bundle", stages="2", k=[1, 4], capacity=127, batch=SLOTS)
+    node = Node()
+
+    def load() -> Scheduler:
+        manifest, of_bundle = open_bundle(bundle)
+        engines = open_engines(bundle, manifest, of_bundle)
+        engines.elsewhere = node.stages
+        return Scheduler(Outrider(engines, Text.load(bundle, manifest), SLOTS))
+
+    engine = EngineThread(bundle, load, Metrics(), timeout=60)
+    engine.start()
+    assert engine.loaded.wait(60)
+    prompts = [[*range(5, 30)], [50, 60], [7, 8, 9], [*range(40, 90)]]
+    want = [each.tokens for each in asyncio.run(asked(engine, prompts))]
+    assert all(want)
+    for passes, count in ((0, 1), (6, len(prompts))):
+        before = node.chains
+        asyncio.run(asked(engine, prompts[-1:]))  # its slot keeps it
+        node.away.set()
+        node.left = passes
+        ended = asyncio.run(asked(engine, prompts[:count]))
+        assert [str(each.last) for each in ended] == ["stage 1 died"] * count
+        assert any(each.tokens for each in ended) == (passes > 0)
+        assert all(tokens == whole[: len(tokens)] for (tokens, _), whole in zip(ended, want[:count], strict=True))
+        deadline = time.monotonic() + 15
+        while "found no place" not in str(engine.failure):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(NotReadyError, match="the bundle cannot be run: stage 1 found no place"):
+            engine.check()
+        with pytest.raises(NotReadyError):
+            asyncio.run(asked(engine, prompts[:1]))
+        node.away.clear()
+        while engine.failure is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        engine.check()
+        for again, expected in ((prompts[-1:], want[-1:]), (prompts, want)):
+            assert [each.tokens for each in asyncio.run(asked(engine, again))] == expected
+        assert node.chains == before + 1
+    engine.stop()
