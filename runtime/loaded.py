@@ -98,6 +98,7 @@ class LoadedBundle:
         memory: Memory | None = None,
         checked: Path | None = None,
         stage_cores: int | None = None,
+        stage_timeout: float | None = None,
     ) -> Self:
         """Check every file of a bundle and load its engines.
 
@@ -110,6 +111,7 @@ class LoadedBundle:
                 again while it is the same. Whoever can write this file can pass off other weights.
             stage_cores: run the target's stages but the last in other processes, each with this many cores, in the Ray cluster
                 at `RAY_ADDRESS` or in a new one on this machine. None runs all of them in this process.
+            stage_timeout: the most seconds of a pass through these, if less than two minutes.
 
         Raises:
             FolderError: the bundle is missing, damaged, has a newer schema, or was replaced while it was loaded.
@@ -128,7 +130,7 @@ class LoadedBundle:
                 text = Text.load(folder, manifest, chat_template)
                 engines = open_engines(folder, manifest, build, device)
                 if stage_cores is not None:
-                    _use_ray(engines, stage_cores, device)
+                    _use_ray(engines, stage_cores, device, stage_timeout)
                 loaded = cls(engines, text, slots, memory=memory)
             loaded.engines.prepare(loaded.sessions, progress)
             return loaded
@@ -254,13 +256,13 @@ class LoadedBundle:
         return rounds + sum(session.seconds for session in self.sessions.values())
 
 
-def _use_ray(engines: Engines, cores: int, device: str | None) -> None:
+def _use_ray(engines: Engines, cores: int, device: str | None, timeout: float | None) -> None:
     if not engines.build.stages:
         raise UsageError("this bundle's target is in one piece", "build it with --stages 2, or leave --stage-cores out")
     if engines.others:
         raise UsageError("this bundle's stages are on devices of one process", "use --device cpu, or leave --stage-cores out")
     try:
-        from outrider.backends.remote_stages import RayStages
+        from outrider.backends.remote_stages import PASSING, RayStages
     except ImportError as error:
         raise EngineError(f"Ray cannot be imported: {error}", "pip install 'outrider[ray]'") from error
-    engines.elsewhere = RayStages(cores, device)
+    engines.elsewhere = RayStages(cores, device, min(timeout or PASSING, PASSING))

@@ -64,9 +64,8 @@ class EngineThread:
         self.running: Scheduler | None = None  # while the engines are ready
         self._watchdog: Watchdog  # made with the scheduler
         self.deliveries = Deliveries(metrics)  # the watchdog's probe is not among them
-        self._ending = False
         self._step_started: float | None = None
-        self._replaced = False  # whether the bundle's folder has been replaced
+        self._ending = self._replaced = False  # whether the thread shall end; whether the bundle's folder has been replaced
 
     @classmethod
     def from_settings(cls, settings: Settings, memory: Memory | None) -> Self:
@@ -74,7 +73,8 @@ class EngineThread:
 
         def load() -> Scheduler:
             options: dict[str, Any] = {"chat_template": settings.chat_template, "stage_cores": settings.stage_cores}
-            outrider = LoadedBundle.load(settings.bundle, device=settings.device, slots=None, memory=memory, **options)
+            options |= {"stage_timeout": settings.timeout, "memory": memory}
+            outrider = LoadedBundle.load(settings.bundle, device=settings.device, slots=None, **options)
             waiting, k, drafter, share = settings.max_waiting, settings.k, settings.drafter, settings.share_prefixes
             return Scheduler(outrider, max_waiting=waiting, k=k, drafter=drafter, share_prefixes=share)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -42,11 +45,11 @@ def test_generate_starts_a_cluster_that_lives_as_long_as_the_command(bundle: Pat
     assert (done.returncode, json.loads(done.stdout or "{}").get("text")) == (0, want), done.stderr
 
 
-def kill_stages(server: int) -> None:
-    """Kill the stages of a server's cluster."""
+def signal_stages(server: int, sent: signal.Signals) -> None:
+    """Send a signal to the stages of a server's cluster."""
     for process in psutil.Process(server).children(recursive=True):
         if "ray::StageHost" in " ".join(process.cmdline()):
-            process.kill()
+            process.send_signal(sent)
 
 
 def test_a_server_that_has_lost_a_stage_connects_a_new_one(bundle: Path, want: str) -> None:
@@ -57,16 +60,42 @@ def test_a_server_that_has_lost_a_stage_connects_a_new_one(bundle: Path, want: s
         for _ in range(2):
             status, answer = post(server, "/v1/completions", body)
             assert (status, answer["choices"][0]["text"]) == (200, want)
-            kill_stages(server.process.pid)
+            signal_stages(server.process.pid, signal.SIGKILL)
             status, answer = post(server, "/v1/completions", body)
             assert (status, "stage 1 (layers 0-" in answer["error"]["message"]) == (500, True), answer
             status, answer = post(server, "/v1/completions", body)
             assert (status, answer["error"]["code"]) == (503, "not_ready"), answer
             assert server.health()[0] == 503
             server.ready()
-        kill_stages(server.process.pid)
+        signal_stages(server.process.pid, signal.SIGKILL)
         assert post(server, "/v1/completions", body)[0] == 500
         assert server.stop() == 0
+
+
+def test_after_a_signal_answers_finish_however_long_it_takes(bundle: Path, want: str) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 24, "temperature": 0}).encode()
+    with serving(bundle, "--stage-cores", "1", env={"RAY_ADDRESS": "local"}) as server, ThreadPoolExecutor(1) as pool:
+        signal_stages(server.process.pid, signal.SIGSTOP)
+        answer = pool.submit(post, server, "/v1/completions", body)
+        time.sleep(1)
+        timer = threading.Timer(4, signal_stages, [server.process.pid, signal.SIGCONT])
+        timer.start()
+        assert server.stop() == 0
+        status, found = answer.result()
+        assert (status, found["choices"][0]["text"]) == (200, want)
+
+
+def test_a_stage_that_hangs_is_waited_for_no_longer_than_an_answer(bundle: Path, want: str) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 24, "temperature": 0}).encode()
+    with serving(bundle, "--stage-cores", "1", "--timeout", "3", env={"RAY_ADDRESS": "local"}) as server:
+        signal_stages(server.process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        status, answer = post(server, "/v1/completions", body)
+        assert (status, "did not answer within 3 seconds" in answer["error"]["message"]) == (500, True), answer
+        assert time.monotonic() - began < 10
+        server.ready()
+        status, answer = post(server, "/v1/completions", body)
+        assert (status, answer["choices"][0]["text"]) == (200, want)
 
 
 def test_a_replica_whose_stage_dies_is_replaced(bundle: Path, want: str) -> None:
@@ -85,7 +114,7 @@ def test_a_replica_whose_stage_dies_is_replaced(bundle: Path, want: str) -> None
             assert any("running on" in line for line in server.stderr)
             status, answer = ask()
             assert (status, answer["choices"][0]["text"]) == (200, want)
-            kill_stages(server.pid)
+            signal_stages(server.pid, signal.SIGKILL)
             status, answer = ask()
             assert (status, "stage 1 (layers 0-" in answer["error"]["message"]) == (500, True), answer
             deadline = time.monotonic() + 120
