@@ -72,7 +72,7 @@ class Engines(ABC):
         sizes = [whole.of(stage) for stage in stages]
         if self.elsewhere:
             return StagedSession([self.elsewhere(self, sizes[:-1]), self.model(role, sizes[-1])], sizes[-2:], whole)
-        places = [self.others.get(stage.device or self.build.device, self) for stage in stages]
+        places = [self.others.get(place, self) for place in self.build.places]
         check_stages([place.device for place in places], stages, self.manifest.models[role].precision, whole)
         opened = [place.model(role, each) for place, each in zip(places, sizes, strict=True)]
         return StagedSession(opened, sizes, whole)

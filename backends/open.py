@@ -48,7 +48,7 @@ def open_engines(folder: Path, manifest: Manifest, build: Build, device: str | N
     backend = registry.get(build.backend)
     if device is not None or not build.stages:
         return backend.open(folder, manifest, build, device)
-    *places, last = [stage.device or build.device for stage in build.stages]
+    *places, last = build.places
     engines = backend.open(folder, manifest, build, last)
     engines.others = {place: backend.open(folder, manifest, build, place) for place in {*places} - {last}}
     return engines

@@ -25,11 +25,12 @@ from ray.experimental.channel.shared_memory_channel import CompositeChannel, Sha
 from outrider.backends.stage_host import AGAIN, Call, Crossing, PassedOn
 from outrider.errors import OutriderError, StageError, reason_of
 
-OPENING = 600.0  # seconds for actors to find a place and to load their stages
+OPENING = 600.0  # seconds for actors to find a place, and as many to load their stages
 UNDER_WAY = 2  # passes: one of each half of a batch
 ASKING = 1.0  # seconds for actors to say how far they are, after a failure
 PART, PAUSE = 0.05, 0.002  # a reader sleeps for this part of the time that it has waited, at most so many seconds
 ROOM = "ray status shows whether a node has enough free cores; use fewer with --stage-cores"
+LOADING = "its disk may be slow, or its machine short of memory; Ray's logs have more (/tmp/ray/session_latest/logs)"
 SHARED = "Ray's object store may be too small: see ray start --object-store-memory"
 
 
@@ -110,13 +111,8 @@ class Chain:
         Raises:
             StageError: one cannot be opened, or finds no place in time.
         """
-        opening = [actor.open.remote(index, *arguments) for index, actor in enumerate(self._actors)]
-        try:
-            ray.get(opening, timeout=OPENING)
-        except RayError as error:
-            reason = self._first(opening, f"did not answer within {OPENING:g} seconds")
-            hint = ROOM if isinstance(error, GetTimeoutError) else AGAIN
-            raise self._fail(error, reason or reason_of(error), hint) from error
+        self._wait([actor.done.remote() for actor in self._actors], "found no place", ROOM)
+        self._wait([actor.open.remote(index, *arguments) for index, actor in enumerate(self._actors)], "did not load", LOADING)
         try:
             nodes = ray.get([actor.join.remote() for actor in self._actors], timeout=OPENING)
             if self._graphs and {*nodes} == {ray.get_runtime_context().get_node_id()}:
@@ -124,6 +120,13 @@ class Chain:
         except RayError as error:
             reason = f"the stages cannot be connected: {type(error).__name__}: {reason_of(error)}"
             raise self._fail(error, reason, SHARED) from error
+
+    def _wait(self, answers: Sequence[Any], late: str, hint: str) -> None:
+        try:
+            ray.get(answers, timeout=OPENING)
+        except RayError as error:
+            reason = self._first(answers, f"{late} within {OPENING:g} seconds") or reason_of(error)
+            raise self._fail(error, reason, hint if isinstance(error, GetTimeoutError) else AGAIN) from error
 
     def later(self, method: str, *arguments: Any) -> None:
         """Call a method of all sessions before the next pass. An error appears there."""
@@ -169,10 +172,19 @@ class Chain:
             raise
 
     def cache(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the caches of all stages; see `Session.cache`."""
+        """Return the caches of all stages; see `Session.cache`.
+
+        Raises:
+            StageError: a stage failed, now or earlier, or took too long.
+        """
         self._check()
         calls, self._calls = self._calls, []
-        found = ray.get([actor.cache.remote(calls) for actor in self._actors], timeout=self._timeout)
+        asked = [actor.cache.remote(calls) for actor in self._actors]
+        try:
+            found = ray.get(asked, timeout=self._timeout)
+        except RayError as error:
+            reason = self._first(asked, f"did not answer within {self._timeout:g} seconds")
+            raise self._fail(error, reason or reason_of(error), AGAIN) from error
         return {name: tensor for each in found for name, tensor in each.items()}
 
     def _check(self) -> None:
@@ -193,7 +205,7 @@ class Chain:
         ready, found = ray.wait(answers, num_returns=len(answers), timeout=ASKING)[0], None
         for name, answer in zip(self._names, answers, strict=True):
             try:
-                if found is None and (answer not in ready or (ray.get(answer) or 0) < least):
+                if found is None and (answer not in ready or (least and ray.get(answer) < least)):
                     found = f"{name} {late}"
                 elif answer in ready:
                     ray.get(answer)

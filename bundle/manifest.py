@@ -183,6 +183,11 @@ class Build(Struct, frozen=True):
         runs = [cost.runs for costs in self.costs.values() for cost in costs]
         return len(runs) - runs.count(0), runs.count(0)
 
+    @property
+    def places(self) -> list[str]:
+        """Return the device of each stage of the target, in order; that of the bundle if it is not cut."""
+        return [stage.device or self.device for stage in self.stages] or [self.device]
+
     def stages_of(self, role: str) -> list[Stage]:
         """Return the stages of one of `ROLES`; empty if it is not cut."""
         return self.stages if role == "target" else []

@@ -184,7 +184,7 @@ def command(
     if server is not None:
         server.run()
         return
-    places = [device] if device else [stage.device or build.device for stage in build.stages] or [build.device]
+    places = [device] if device else build.places
     gpus = max(0 if place == "cpu" else 1 + int(place.partition(":")[2] or 0) for place in places)  # up to the last in use
     cpus = cpus or (1 if gpus or stage_cores else None)
     stages = [stage_cores] * (len(build.stages) - 1) if stage_cores else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,6 +14,9 @@ import ray
 from ray.exceptions import AuthenticationError
 
 from outrider.errors import EngineError, reason_of
+
+REACHING = 10.0  # seconds; Ray itself tries for minutes
+START = "start one with ray start, or unset RAY_ADDRESS; if it has a token, set RAY_AUTH_MODE=token"
 
 
 def connect(cores: int = 1) -> bool:
@@ -29,7 +33,9 @@ def connect(cores: int = 1) -> bool:
     """
     if ray.is_initialized():
         return False
-    local = os.environ.get("RAY_ADDRESS", "") in ("", "local")
+    address = os.environ.get("RAY_ADDRESS", "")
+    local = address in ("", "local")
+    _reach(address)
     most = max(cores, os.cpu_count() or 1)  # another bundle may need the rest
     options: dict[str, Any] = {"address": "local", "num_cpus": most, "include_dashboard": False} if local else {}
     done: Future[None] = Future()
@@ -46,12 +52,22 @@ def connect(cores: int = 1) -> bool:
         hint = "use the same Ray and Python on all machines, and HOST:PORT as RAY_ADDRESS"
         raise EngineError(f"no Ray cluster: {reason_of(error)}", hint) from error
     except ConnectionError as error:
-        hint = "start one with ray start, or unset RAY_ADDRESS; if it has a token, set RAY_AUTH_MODE=token"
-        raise EngineError(f"no Ray cluster: {error}", hint) from error
+        raise EngineError(f"no Ray cluster: {error}", START) from error
     if local:  # Ray lets all users read it, and who has it can run code
         with contextlib.suppress(OSError):
             (Path.home() / ".ray" / "auth_token").chmod(0o600)
     return local
+
+
+def _reach(address: str) -> None:
+    """Raise `EngineError` if nothing listens at HOST:PORT. Other forms of an address are left to Ray."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "/" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACHING).close()
+    except (OSError, OverflowError) as error:
+        raise EngineError(f"no Ray cluster: {address} cannot be reached: {reason_of(error)}", START) from error
 
 
 def _init(done: Future[None], **options: Any) -> None:

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import ray
 
+from outrider.backends import stage_chain
 from outrider.backends.stage_chain import Chain
 from outrider.backends.stage_host import Crossing, PassedOn
-from outrider.errors import EngineError
+from outrider.errors import EngineError, StageError
 from outrider.tests.nodes import DIES, LATE, RAISES, WHOLE, Stage, ray_nodes
 
 pytestmark = pytest.mark.slow
@@ -125,6 +126,23 @@ def test_after_an_interrupted_pass_the_stages_have_ended() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     with pytest.raises(EngineError, match="a pass was interrupted"):
+        run(made, asked())
+
+
+def test_a_stage_that_takes_too_long_to_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = [ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(Stage).remote(1) for _ in range(2)]
+    ray.get([each.done.remote() for each in actors])
+    monkeypatch.setattr(stage_chain, "OPENING", 1)
+    with pytest.raises(StageError, match=r"^stage 2 did not load within 1 seconds") as caught:
+        chain(actors)
+    assert "free cores" not in caught.value.hint
+
+
+def test_a_stage_that_dies_when_its_cache_is_read_is_named() -> None:
+    made = chain(stages())
+    with pytest.raises(StageError, match=r"^stage 1 failed: ActorDiedError"):
+        made.cache()
+    with pytest.raises(StageError, match=r"^stage 1 failed"):
         run(made, asked())
 
 

@@ -274,7 +274,7 @@ def test_a_cluster_without_room_is_not_waited_for_longer_than_the_limit(
     monkeypatch.setattr(stage_chain, "OPENING", 1)
     opened = engines(bundles["pair"].staged)
     opened.elsewhere = RayStages(cores=2)  # a node has one
-    with pytest.raises(EngineError, match=r"stage 1 .* did not answer within 1 seconds") as caught:
+    with pytest.raises(EngineError, match=r"stage 1 .* found no place within 1 seconds") as caught:
         opened.session("target", 1)
     assert "free cores" in caught.value.hint
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -155,8 +156,10 @@ def test_a_machine_without_room_for_the_stages_is_refused_at_once(bundle: Path) 
 
 
 def test_without_the_token_of_a_cluster_it_says_so(bundle: Path, tmp_path: Path) -> None:
-    environment = ENVIRONMENT | {"RAY_ADDRESS": "127.0.0.1:6379", "RAY_AUTH_MODE": "token", "HOME": str(tmp_path)}
     command = [*COMMAND, "generate", str(bundle), "--stage-cores", "1", "--prompt", "a"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    with socket.create_server(("127.0.0.1", 0)) as cluster:
+        address = f"127.0.0.1:{cluster.getsockname()[1]}"
+        environment = ENVIRONMENT | {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "HOME": str(tmp_path)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "error: no Ray cluster: RAY_AUTH_MODE asks for a token, and there is none" in done.stderr
