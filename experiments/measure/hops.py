@@ -4,11 +4,15 @@ The target's passes alternate between three sessions: all stages in one process,
 graph of Ray, and the same called one after the other. Prints the median of each in milliseconds, and how much longer a pass
 takes per stage in another process, in microseconds: the median, and the range of the middle 80%. With OMP_NUM_THREADS=1, the
 stages have a thread each in all three.
+
+At last it prints a pass in one process as a multiple of the time that its stages took in it.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
@@ -18,7 +22,9 @@ import numpy.typing as npt
 from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.remote_stages import RayStages
 from outrider.engines.cluster import connect
-from outrider.engines.session import Session
+from outrider.engines.device import Launch
+from outrider.engines.session import Pass, Session
+from outrider.engines.staged_session import StagedSession
 from outrider.errors import UsageError
 from outrider.experiments.measure import arguments
 
@@ -41,6 +47,26 @@ def measure(sessions: list[Session], rows: int, repeat: int) -> npt.NDArray[np.f
     return times
 
 
+def time_stages(session: StagedSession) -> list[float]:
+    """From now on, add the milliseconds of each stage in each pass to the list that is returned."""
+    spent = list[float]()
+
+    def timed(bind: Callable[[Pass], Launch], buffers: Pass) -> Launch:
+        launch = bind(buffers)
+
+        def run() -> None:
+            started = time.perf_counter()
+            launch()
+            spent.append(1000 * (time.perf_counter() - started))
+
+        return run
+
+    for stage in session.stages:
+        stage.bind = partial(timed, stage.bind)  # type: ignore[method-assign]
+    session.unbind()
+    return spent
+
+
 @click.command(help=__doc__)
 @arguments.bundle
 @click.option("--rows", multiple=True, type=int, default=(1, 5), show_default=True, help="Rows of a pass; repeat for several.")
@@ -61,3 +87,11 @@ def command(bundle: Path, rows: tuple[int, ...], repeat: int) -> None:
         for name in ("graph", "calls"):
             low, middle, high = np.quantile(1000 * (times[name] - times["one process"]) / others, (0.1, 0.5, 0.9))
             print(f"    {name}: {middle:.0f} us per stage in another process ({low:.0f}-{high:.0f})", flush=True)
+    whole = sessions[0]
+    assert isinstance(whole, StagedSession)
+    spent = time_stages(whole)
+    for count in rows:
+        spent.clear()
+        passes = measure([whole], count, repeat)[:, 0]
+        low, middle, high = np.quantile(passes / np.sum(np.reshape(spent, (-1, others + 1))[WARM_UP:], axis=1), (0.1, 0.5, 0.9))
+        print(f"{count} rows in one process: {middle:.3f} of the sum of the stages ({low:.3f}-{high:.3f})", flush=True)

@@ -181,7 +181,9 @@ def test_nodes_compute_the_same_bits(bundles: Made[Bundles], name: str) -> None:
 def test_hops_and_halves_are_measured(bundles: Made[Bundles], name: str) -> None:
     done = CliRunner().invoke(main, ["hops", str(bundles[name].staged), "--repeat", "3", "--rows", "5"])
     assert done.exit_code == 0, done.output
-    assert [line.split(":")[0].strip() for line in done.stdout.splitlines()] == ["5 rows", "graph", "calls"]
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == ["5 rows", "graph", "calls", "5 rows in one process"]
+    assert 0 < float(lines[-1].split()[5]) < 10
     done = CliRunner().invoke(main, ["halves", str(bundles[name].staged), "--repeat", "1", "--tokens", "9", "--k", "auto"])
     assert done.exit_code == 0, done.output
     assert [line[:9] for line in done.stdout.splitlines()] == ["one half ", "all in on", "in halves"]
