@@ -79,3 +79,16 @@ class Stage:
 
     def seconds(self) -> float:
         return float(sum(psutil.Process().cpu_times()[:2]))
+
+
+def hosts(count: int = 2) -> list[psutil.Process]:
+    """The processes of the stages, when those of earlier tests have ended."""
+    for _ in range(200):
+        if len(found := _hosts()) == count:
+            break
+        time.sleep(0.05)
+    return found
+
+
+def _hosts() -> list[psutil.Process]:
+    return [each for each in psutil.process_iter(["cmdline"]) if "ray::StageHost" in " ".join(each.info["cmdline"] or ())]

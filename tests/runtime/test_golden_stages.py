@@ -152,18 +152,16 @@ def test_texts_of_halves_that_alternate_are_those_of_the_whole(pairs: Made[Pair]
     engines, stages = open_engines(staged.engines.folder, *open_bundle(staged.engines.folder)), LocalStages(late)
     engines.elsewhere = stages
     halves = Outrider(engines, staged.text, SLOTS)
-    want = alone(whole, 0, None, 12)
+    want, (chain,) = alone(whole, 0, None, 12), stages.chains
     assert alone(halves, 4, None, 12) == want
-    assert stages.chain.overlapping == 0  # of one sequence nothing is done ahead
+    assert chain.overlapping == 0  # of one sequence nothing is done ahead
     for k in (0, 4, "auto"):
-        passes = stages.chain.passes
+        passes = chain.passes
         assert at_once(halves, k, 12) == want, k
-        assert (
-            stages.chain.overlapping > (stages.chain.passes - passes) / 4
-        )  # answers are short, and prompts are read in between
-        stages.chain.overlapping = 0
+        assert chain.overlapping > (chain.passes - passes) / 4  # answers are short, and prompts are read in between
+        chain.overlapping = 0
     assert together(halves, "auto") == together(whole, 0)
-    assert stages.chain.overlapping
+    assert chain.overlapping
 
 
 def test_stages_wait_for_each_other_on_a_device_that_runs_behind(pairs: Made[Pair]) -> None:
