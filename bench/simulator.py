@@ -122,6 +122,7 @@ class SimulatedRounds:
             accepted, drafted = 0, []
         else:
             by = reader(drafter, self._drafters[drafter].readings(0, lane.tokens)[0].window)
+            by = by if by in trace.agrees else drafter  # a window that is longer than the prompt
             for confidence in trace.confidences[by][at : at + count - 1] if stop is not None else ():
                 assert stop is not None
                 confidences.append(confidence)

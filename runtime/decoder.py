@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -18,7 +18,7 @@ from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime.cache.slot import Slot
 from outrider.runtime.cache.slots import Slots
-from outrider.runtime.drafters.base import DeviceDrafter, DraftContext, Drafter
+from outrider.runtime.drafters.base import DeviceDrafter, DraftContext, Drafter, Reading
 from outrider.runtime.grammar.errors import GrammarError
 from outrider.runtime.policy.choice import NONE, PLAIN, Choice
 from outrider.runtime.policy.early_stop import EarlyStop
@@ -143,15 +143,17 @@ class Decoder:
     def abandon(self) -> None:
         """End the rounds that have begun, and drop what they give."""
         while self.begun:
-            with suppress(EngineError):
-                self.conclude()
+            begun = self.begun.popleft()
+            with suppress(Exception):  # after a crash, it may end with the same one
+                begun.rounds.finish(begun.state)
 
     def _prepare(self, requests: Sequence[Request], policy: Policy, names: Sequence[str]) -> Planned:
         batched = len(requests) > 1
-        unfinished = [request for request in requests if request.reading is not None]
+        unfinished = [request for request in requests if self._goes_on(request)]
         for request in unfinished[:1]:
             self._read(request)
-        active = [self._active(request, names, batched) for request in requests]
+        reading = {request.reading.drafter for request in unfinished if request.reading is not None}
+        active = [self._active(request, names, batched, reading) for request in requests]
         indexes = [each.slot.index for each in active]
         used = self.slots.between(min(indexes), max(indexes))
         choice, own, views = self._plan(policy, active, used, bool(unfinished))
@@ -189,11 +191,11 @@ class Decoder:
         for drafter in self.drafters.values():
             drafter.finish(context)
 
-    def _active(self, request: Request, names: Sequence[str], batched: bool) -> Active:
+    def _active(self, request: Request, names: Sequence[str], batched: bool, reading: Set[str]) -> Active:
         slot = request.slot
         assert slot is not None
         try:
-            offers = self._offers(request, slot, names, batched)
+            offers = self._offers(request, slot, names, batched, reading)
         except GrammarError:  # its mask fails too, which ends this request alone
             offers = {}
         length, emitted = len(request.tokens), request.stats.emitted
@@ -201,15 +203,18 @@ class Decoder:
         view = SequenceView(length, emitted, remaining, greedy, offers, request.acceptance, request.lengths)
         return Active(request, slot, view)
 
-    def _offers(self, request: Request, slot: Slot, names: Sequence[str], batched: bool) -> dict[str, Offer]:
+    def _offers(self, request: Request, slot: Slot, names: Sequence[str], batched: bool, reading: Set[str]) -> dict[str, Offer]:
+        """Return what drafters offer for a request. Those in `reading` read for one request at a time."""
         offers, index, tokens, grammar = {}, slot.index, request.tokens, request.sampling.grammar
         context = _context(request, slot)
         for name in names:
             drafter = self.drafters[name]
-            if not drafter.can_draft(len(tokens), batched) or (request.reading is not None and request.reading.drafter == name):
+            if not drafter.can_draft(len(tokens), batched):
                 continue
             if name in self._on_device:
-                offers[name] = Offer(drafter.readings(index, tokens), None)
+                readings = drafter.readings(index, tokens)
+                if name not in reading or not readings[0].pending:
+                    offers[name] = Offer(readings, None)
             elif (proposal := drafter.propose(context, self._k[-1])) is not None:
                 if grammar is not None:
                     proposal = proposal._replace(tokens=proposal.tokens[: grammar.valid(proposal.tokens)])
@@ -244,7 +249,7 @@ class Decoder:
             if count and offer is not None and (len(offer.readings) > 1 or offer.readings[0].pending):
                 reading = policy.reading(choice, view)
                 behind = reading is None or reading.pending > 0 or reading.window != offer.window
-                if behind and reading is not None and view.emitted and not read:
+                if behind and reading is not None and view.emitted and not read and self._pays(request, name, reading):
                     request.reading, read = BegunReading(name, reading.window), True
                     offer = self._read(request)
                     views[index] = view._replace(offers={**view.offers, name: offer})
@@ -257,13 +262,28 @@ class Decoder:
         names = [each.drafter for each in own if each.k]
         return Choice(choice.drafter if choice.drafter in names else names[0], self._size(longest)), own, views
 
+    def _pays(self, request: Request, name: str, reading: Reading) -> bool:
+        """Return whether a drafter will have read a text before its end, so that it can draft."""
+        piece = self._piece(name, reading.window or len(request.tokens))
+        return reading.pending < piece * (request.remaining - 1)
+
+    def _goes_on(self, request: Request) -> bool:
+        """Return whether a drafter goes on reading a text. It gives up if it would not have read it before its end."""
+        if request.reading is not None:
+            assert request.slot is not None
+            name, drafter = request.reading.drafter, self.drafters[request.reading.drafter]
+            if not self._pays(request, name, drafter.readings(request.slot.index, request.tokens)[0]):
+                request.reading = None
+        return request.reading is not None
+
     def _read(self, request: Request) -> Offer:
         """Let a drafter read the next piece of a text. Return what it offers then."""
         slot, reading = request.slot, request.reading
         assert slot is not None
         assert reading is not None
         drafter = self.drafters[reading.drafter]
-        self.slots.catch_up(slot, drafter, reading.window, self._piece(reading.drafter, len(request.tokens)))
+        piece = self._piece(reading.drafter, reading.window or len(request.tokens))
+        self.slots.catch_up(slot, drafter, reading.window, piece)
         offer = Offer(drafter.readings(slot.index, request.tokens), None)
         request.reading = reading if offer.readings[0].pending else None
         return offer

@@ -134,10 +134,10 @@ class AdaptivePolicy(Policy):
                 time = self.times.round(choice, batch)
                 plans = [(best_plan(sequence, options, k, time / batch.size), sequence) for sequence, options in offered]
                 drafting = [(plan, sequence) for plan, sequence in plans if plan.saved >= 0]
-                late = waits = 0.0  # by token
-                if expected := sum([sequence.expected for _, sequence in drafting]):
-                    late = sum([plan.late for plan, _ in drafting]) / max(expected, 1)
-                    waits = min(sum([plan.wait for plan, _ in drafting]) / max(expected, 1), 1)
+                expected = max(sum([sequence.expected for _, sequence in drafting]), 1)
+                late = sum([plan.late for plan, _ in drafting]) / expected
+                waiting = [plan.wait for plan, _ in drafting if plan.wait]  # one after the other
+                waits = min(sum(waiting) * (len(waiting) + 1) / 2 / expected, 1)
                 rates = [(plan.rate, sequence.remaining - 1, 1) for plan, sequence in drafting]
                 if self.ragged and batch.size > 1:
                     _, rates, time = self._shared(choice, rates, batch, least)
@@ -249,6 +249,9 @@ class AdaptivePolicy(Policy):
                 time = self.times.round(choice, batch)
                 offered = [each for each in batch.sequences if name in each.offers]
                 plans = [best_plan(each, self._options(name, each), choice.k, time / batch.size) for each in offered]
+                plans = [plan for plan, each in zip(plans, offered, strict=True) if plan.wait < each.expected]
+                if not plans:  # it would read, and never draft
+                    continue
                 rate = max([self._learned.history[name, plan.reading.window].optimistic for plan in plans])
                 extra = max(time - batch.size * steady.per_token, 0.0)
                 probes.append((choice, extra + sum([plan.late for plan in plans]), rate))

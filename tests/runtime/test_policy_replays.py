@@ -11,13 +11,10 @@ import pytest
 
 from outrider.bench.simulator import Trace, oracle, replay
 from outrider.bundle.manifest import Cost
-from outrider.errors import EngineError
-from outrider.runtime.decoder import Decoder
 from outrider.runtime.policy.adaptive import AdaptivePolicy
 from outrider.runtime.policy.choice import NONE
-from outrider.runtime.policy.policy import FixedPolicy, Policy
+from outrider.runtime.policy.policy import FixedPolicy
 from outrider.runtime.policy.round_costs import RoundCosts
-from outrider.runtime.rounds.rounds import RoundResult
 from outrider.tests.runtime.policies import MODEL, NGRAM, K, adaptive, costs, flips, text
 
 
@@ -45,51 +42,6 @@ def test_it_is_as_fast_as_the_best_fixed_k_and_never_slower_than_plain(draft: fl
     assert taken <= best_fixed(trace, table) / 0.95
     assert taken <= replay(trace, table, FixedPolicy(NONE, 0)) / 0.97
     assert oracle(trace, table, [MODEL]) <= taken
-
-
-@pytest.mark.parametrize("policy", [FixedPolicy(MODEL, 4), adaptive(costs(draft=2.0, acceptance=0.9))])
-def test_no_token_waits_for_more_than_two_plain_rounds_while_a_draft_reads(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A prompt that takes the draft 73 ms, 12 plain rounds."""
-    table, waits, run = costs(draft=2.0), list[tuple[bool, float]](), Decoder.round
-
-    def timed(decoder: Decoder, *given: Any) -> list[RoundResult | EngineError]:
-        before = decoder.clock()
-        (result,) = run(decoder, *given)
-        waits.append((isinstance(result, RoundResult) and bool(result.drafted), 1000 * (decoder.clock() - before)))
-        return [result]
-
-    monkeypatch.setattr(Decoder, "round", timed)
-    replay(text(flips(0.9, 200), prompt=500), table, policy)
-    drafting = [drafted for drafted, _ in waits].index(True)
-    plain = table.round(NONE, 0, 0, 64, True)
-    assert drafting > 12
-    assert waits[0][1] == pytest.approx(plain), "nothing is read before the first token"
-    assert sum([wait > 1.7 * plain for _, wait in waits[:drafting]]) >= 12
-    assert max(wait for _, wait in waits[:drafting]) <= 2 * plain
-    assert waits[drafting][1] <= plain + table.round(MODEL, 8, 8, 64, True)
-
-
-def test_a_draft_that_is_tried_again_reads_all_of_a_prompt_for_it() -> None:
-    """It was of no use, and is always right now. Prompts of 300 tokens take it four pieces."""
-    table, bad, good = costs(), text(flips(0.0, 300), prompt=300), text(flips(1.0, 1000), prompt=300)
-    policy, plain = adaptive(table), replay(good, table, FixedPolicy(NONE, 0))
-    for _ in range(4):
-        replay(bad, table, policy)
-    assert sum(replay(good, table, policy) for _ in range(4)) < 4 * plain / 1.5
-
-
-def test_a_draft_that_only_the_end_of_a_prompt_makes_right_reads_that() -> None:
-    made = text([False] * 200, prompt=60)
-    trace = Trace(
-        "", made.prompt, made.tokens, made.agrees | {"model@16": [True] * 200}, made.confidences | {"model@16": [1.0] * 200}
-    )
-    table, taken = costs(acceptance=0.5), list[float]()
-    policy = adaptive(table)
-    for _ in range(3):
-        taken.append(replay(trace, table, policy))
-    assert taken[-1] < 0.5 * replay(trace, table, FixedPolicy(NONE, 0))
 
 
 @pytest.mark.parametrize("stops", [False, True])

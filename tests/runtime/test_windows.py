@@ -1,19 +1,23 @@
-"""Which part of a text a draft reads: only texts' ends where the rest would cost more time than it saves."""
+"""When a draft reads a text, and how much of it: only its end where the rest would cost more time than it saves."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import pytest
 
-from outrider.bench.simulator import SimulatedSession
+from outrider.bench.simulator import SimulatedSession, Trace, replay
+from outrider.errors import EngineError
+from outrider.runtime.decoder import Decoder
 from outrider.runtime.drafters.base import Reading, Resources
 from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.policy.adaptive import AdaptivePolicy
-from outrider.runtime.policy.choice import PLAIN, Choice
+from outrider.runtime.policy.choice import NONE, PLAIN, Choice
 from outrider.runtime.policy.lengths import AnswerLengths
-from outrider.runtime.policy.policy import Offer, SequenceView
-from outrider.tests.runtime.policies import MODEL, adaptive, costs, observe, view
+from outrider.runtime.policy.policy import FixedPolicy, Offer, Policy, SequenceView
+from outrider.runtime.rounds.rounds import RoundResult
+from outrider.tests.runtime.policies import MODEL, adaptive, costs, flips, observe, text, view
 
 LONG = 2000
 UNREAD = [Reading(0, LONG - 2), Reading(64, 62), Reading(128, 126)]
@@ -112,3 +116,65 @@ def test_a_text_that_keeps_less_than_a_window_is_read_anew(drafter: ModelDrafter
     drafter.catch_up(0, tokens, window=256)
     drafter.truncate(0, LONG - 10)
     assert drafter.readings(0, tokens)[0] == Reading(0, LONG - 2)
+
+
+@pytest.mark.parametrize("policy", [FixedPolicy(MODEL, 4), adaptive(costs(draft=2.0, acceptance=0.9))])
+def test_no_token_waits_for_more_than_two_plain_rounds_while_a_draft_reads(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that takes the draft 73 ms, 12 plain rounds."""
+    table, waits, run = costs(draft=2.0), list[tuple[bool, float]](), Decoder.round
+
+    def timed(decoder: Decoder, *given: Any) -> list[RoundResult | EngineError]:
+        before = decoder.clock()
+        (result,) = run(decoder, *given)
+        waits.append((isinstance(result, RoundResult) and bool(result.drafted), 1000 * (decoder.clock() - before)))
+        return [result]
+
+    monkeypatch.setattr(Decoder, "round", timed)
+    replay(text(flips(0.9, 200), prompt=500), table, policy)
+    drafting = [drafted for drafted, _ in waits].index(True)
+    plain = table.round(NONE, 0, 0, 64, True)
+    assert drafting > 12
+    assert waits[0][1] == pytest.approx(plain), "nothing is read before the first token"
+    assert sum([wait > 1.7 * plain for _, wait in waits[:drafting]]) >= 12
+    assert max(wait for _, wait in waits[:drafting]) <= 2 * plain
+    assert waits[drafting][1] <= plain + table.round(MODEL, 8, 8, 64, True)
+
+
+def test_a_draft_that_is_tried_again_reads_all_of_a_prompt_for_it() -> None:
+    """It was of no use, and is always right now. Prompts of 300 tokens take it four pieces."""
+    table, bad, good = costs(), text(flips(0.0, 300), prompt=300), text(flips(1.0, 1000), prompt=300)
+    policy, plain = adaptive(table), replay(good, table, FixedPolicy(NONE, 0))
+    for _ in range(4):
+        replay(bad, table, policy)
+    assert sum(replay(good, table, policy) for _ in range(4)) < 4 * plain / 1.5
+
+
+def test_a_window_that_was_not_recorded_is_the_whole_prompt() -> None:
+    """It is longer than the prompt, and is offered when the text has grown."""
+    made = text([False] * 300, prompt=40)
+    trace = Trace(
+        "", made.prompt, made.tokens, made.agrees | {"model@16": [False] * 300}, made.confidences | {"model@16": [0.0] * 300}
+    )
+    table = costs(acceptance=0.9, draft=0.4)
+    policy = adaptive(table)
+    for _ in range(10):
+        assert replay(trace, table, policy)
+
+
+def test_a_fixed_k_reads_no_prompt_that_it_would_not_have_read_in_time() -> None:
+    table, trace = costs(draft=2.0), text(flips(0.9, 20), prompt=2000)
+    assert replay(trace, table, FixedPolicy(MODEL, 4)) == replay(trace, table, FixedPolicy(NONE, 0))
+
+
+def test_a_draft_that_only_the_end_of_a_prompt_makes_right_reads_that() -> None:
+    made = text([False] * 200, prompt=60)
+    trace = Trace(
+        "", made.prompt, made.tokens, made.agrees | {"model@16": [True] * 200}, made.confidences | {"model@16": [1.0] * 200}
+    )
+    table, taken = costs(acceptance=0.5), list[float]()
+    policy = adaptive(table)
+    for _ in range(3):
+        taken.append(replay(trace, table, policy))
+    assert taken[-1] < 0.5 * replay(trace, table, FixedPolicy(NONE, 0))
