@@ -32,7 +32,8 @@ from outrider.engines.session import Pass, Session
 from outrider.engines.sizes import Sizes
 from outrider.errors import UsageError
 
-PASSING = 120.0  # seconds for a pass through all of them
+# Seconds for a pass through all of them: at most, and at least, because the first pass reads weights from the disk.
+PASSING, LEAST_PASSING = 120.0, 30.0
 
 
 class RemoteStages(Session):
@@ -73,6 +74,7 @@ class RemoteStages(Session):
         self._chain.later("pair_lone_rows")
 
     def reopen(self) -> None:
+        self._chain.close()  # or the new actors find no free cores
         self._chain = self._connect()
         if self._paired:
             self.pair_lone_rows()

@@ -29,6 +29,7 @@ OPENING = 600.0  # seconds for actors to find a place, and as many to load their
 UNDER_WAY = 2  # passes: one of each half of a batch
 ASKING = 1.0  # seconds for actors to say how far they are, after a failure
 PART, PAUSE = 0.05, 0.002  # a reader sleeps for this part of the time that it has waited, at most so many seconds
+LOGGER = logging.getLogger("outrider.serve")
 ROOM = "ray status shows whether a node has enough free cores; use fewer with --stage-cores"
 LOADING = "its disk may be slow, or its machine short of memory; Ray's logs have more (/tmp/ray/session_latest/logs)"
 SHARED = "Ray's object store may be too small: see ray start --object-store-memory"
@@ -171,6 +172,14 @@ class Chain:
             self._fail(error, "a pass was interrupted", AGAIN)
             raise
 
+    def close(self) -> None:
+        """End the actors. All later passes fail."""
+        self._failure = self._failure or ("the stages have been ended", AGAIN)
+        self._ended()
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            graph.teardown()  # or Ray waits for the other pass when its answer is dropped
+
     def cache(self) -> dict[str, npt.NDArray[Any]]:
         """Return the caches of all stages; see `Session.cache`.
 
@@ -195,9 +204,7 @@ class Chain:
         """End the actors, and return the error of this pass and of all later ones."""
         cause = error.cause if isinstance(error, RayTaskError) else None
         self._failure = (str(cause), cause.hint) if isinstance(cause, OutriderError) else (message, hint)
-        self._ended()
-        if self._graph is not None:
-            self._graph.teardown()  # or Ray waits for the other pass when its answer is dropped
+        self.close()
         return StageError(*self._failure)
 
     def _first(self, answers: Sequence[Any], late: str, least: int = 0) -> str | None:
@@ -210,5 +217,6 @@ class Chain:
                 elif answer in ready:
                     ray.get(answer)
             except RayError as death:
-                return f"{name} failed: {type(death).__name__}: {reason_of(death)}"
+                LOGGER.info("a stage has failed", extra={"stage": name, "error": reason_of(death)})  # clients see no addresses
+                return f"{name} failed: {type(death).__name__}"
         return found

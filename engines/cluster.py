@@ -66,7 +66,7 @@ def _reach(address: str) -> None:
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), REACHING).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # of a host's name, too
         raise EngineError(f"no Ray cluster: {address} cannot be reached: {reason_of(error)}", START) from error
 
 

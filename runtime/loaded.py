@@ -262,7 +262,7 @@ def _use_ray(engines: Engines, cores: int, device: str | None, timeout: float | 
     if engines.others:
         raise UsageError("this bundle's stages are on devices of one process", "use --device cpu, or leave --stage-cores out")
     try:
-        from outrider.backends.remote_stages import PASSING, RayStages
+        from outrider.backends.remote_stages import LEAST_PASSING, PASSING, RayStages
     except ImportError as error:
         raise EngineError(f"Ray cannot be imported: {error}", "pip install 'outrider[ray]'") from error
-    engines.elsewhere = RayStages(cores, device, min(timeout or PASSING, PASSING))
+    engines.elsewhere = RayStages(cores, device, min(max(timeout or PASSING, LEAST_PASSING), PASSING))

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from outrider.errors import EngineError, OutriderError, UsageError
+from outrider.errors import EngineError, OutriderError, StageError, UsageError
 from outrider.runtime.alternation import Alternation, Decided
 from outrider.runtime.loaded import LoadedBundle
 from outrider.runtime.params import SamplingParams
@@ -96,12 +96,13 @@ class Scheduler:
         self._running: list[Request] = []  # in the order of admission
         self._reading: deque[Request] = deque()  # those with unread prompts, which take turns
         self._ended: Decided = []  # of rounds that had to end between two steps
+        self.lost: StageError | None = None  # of a stage that failed between two steps
         self._last = (0, 0)
 
     @property
     def busy(self) -> bool:
-        """Whether requests are running or waiting."""
-        return bool(self._running or self._queue)
+        """Whether requests are running or waiting, or a stage was lost after them."""
+        return bool(self._running or self._queue or self.lost)
 
     @property
     def load(self) -> Load:
@@ -171,6 +172,10 @@ class Scheduler:
         if request.slot is not None:
             while self._rounds.begun:
                 self._ended += self._rounds.end()
+            for ended, result in self._ended:
+                if ended.slot is not None and isinstance(result, EngineError):  # or nobody learns of it if `ended` is cancelled
+                    ended.slot.finite = False
+                    self.lost = result if isinstance(result, StageError) else self.lost
             self._release(request)
         self._queue.remove(request)
 
@@ -188,7 +193,8 @@ class Scheduler:
         begun = self._rounds.begun
         if begun and self._changing():
             return NOTHING
-        self._preempt()
+        if not begun:  # a grammar may have become late since
+            self._preempt()
         while self._queue and self._free:
             request = self._queue.next(self._running)
             if request.admitted is None:

@@ -103,8 +103,8 @@ class EngineThread:
         Raises:
             NotReadyError: the bundle is still loading, or its engines are broken.
         """
-        if self.failure is not None:
-            raise NotReadyError(f"the bundle cannot be run: {self.failure}", self.failure.hint)
+        if (failure := self.failure) is not None:  # another thread may clear it
+            raise NotReadyError(f"the bundle cannot be run: {failure}", failure.hint)
         if self.running is None:
             raise NotReadyError("the bundle is still loading", "try again later")
         return self.running
@@ -249,7 +249,7 @@ class EngineThread:
         for request, _ in overdue:
             scheduler.cancel(request)
         self.deliveries.deliver(overdue, scheduler.load)
-        if (lost := lost_stage(results)) is not None:
+        if (lost := lost_stage(results) or scheduler.lost) is not None:
             self._replace_stages(scheduler, lost)
         elif (error := self._watchdog.stepped(results)) is not None:
             self._break(error)

@@ -26,10 +26,10 @@ def replace_stages(scheduler: Scheduler) -> Iterator[OutriderError]:
     pause = FIRST_PAUSE
     while True:
         try:
+            scheduler.reset()  # first, because rounds that have begun belong to the old stages
             scheduler.bundle.sessions["target"].reopen()
-            scheduler.reset()
             warm_up(scheduler)
-        except Exception as error:
+        except BaseException as error:  # or a panic of a library in Rust
             LOGGER.warning("the stages cannot be replaced yet", extra={"error": str(error), "pause": pause})
             yield error if isinstance(error, OutriderError) else bug(error)
         else:

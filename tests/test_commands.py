@@ -155,12 +155,12 @@ def test_each_failure_has_its_exit_code_and_two_lines(monkeypatch: pytest.Monkey
 def test_every_error_of_ours_is_one() -> None:
     ours = {name: each for name, each in vars(errors).items() if isinstance(each, type) and each.__module__ == errors.__name__}
     assert issubclass(ours.pop("OutriderWarning"), UserWarning)
-    assert len(ours) == 9
+    assert len(ours) == 10
     for name, error in ours.items():
         made = error("what happened", "what to do", param="k")
         assert (isinstance(made, OutriderError), str(made), made.hint, made.param) == (True, "what happened", "what to do", "k")
         assert made.exit_code == (2 if name == "UsageError" else 1)
-        assert isinstance(made, EngineError) == (name in ("EngineError", "DeviceError"))
+        assert isinstance(made, EngineError) == (name in ("EngineError", "DeviceError", "StageError"))
 
 
 def test_a_bug_is_no_expected_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from outrider.errors import EngineError
 from outrider.tests.serve.server import free_port
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "[::1]:{port}", "127.0.0.1:99999"])
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "[::1]:{port}", "127.0.0.1:99999", "head..local:6379"])
 def test_an_address_at_which_nothing_listens_is_an_error_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     address = address.format(port=free_port())
     monkeypatch.setenv("RAY_ADDRESS", address)

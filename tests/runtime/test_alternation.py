@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outrider.backends.open import open_bundle, open_engines
-from outrider.errors import EngineError
+from outrider.errors import EngineError, StageError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
@@ -165,6 +165,23 @@ def test_stages_that_die_are_the_same_error_for_both_halves(halves: tuple[Outrid
     failed = [*steps(scheduler)]
     assert {request for request, _ in failed} == {*requests.values()}
     assert [str(event) for _, event in failed] == ["stage 1 died"] * len(TEXTS)
+    assert not scheduler.busy
+
+
+def test_a_stage_that_dies_while_all_requests_are_cancelled_is_not_forgotten(halves: tuple[Outrider, LocalChain]) -> None:
+    outrider, chain = halves
+    scheduler = Scheduler(outrider, k=4)
+    requests = submitted(scheduler)
+    until_two_are_under_way(scheduler, chain)
+    chain.failure = StageError("stage 1 died", "start it")
+    slots = [request.slot for request in requests.values()]
+    for request in requests.values():
+        scheduler.cancel(request)
+    assert scheduler.lost is chain.failure
+    assert scheduler.busy, "or the server would wait for a request, which would get the error"
+    assert all(slot is None or slot.finite for slot in slots), "slots whose passes failed are cleared"
+    chain.failure = None
+    scheduler.reset()
     assert not scheduler.busy
 
 
