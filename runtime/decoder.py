@@ -18,7 +18,7 @@ from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime.cache.slot import Slot
 from outrider.runtime.cache.slots import Slots
-from outrider.runtime.drafters.base import DeviceDrafter, DraftContext, Drafter, Reading
+from outrider.runtime.drafters.base import DeviceDrafter, DraftContext, Drafter
 from outrider.runtime.grammar.errors import GrammarError
 from outrider.runtime.policy.choice import NONE, PLAIN, Choice
 from outrider.runtime.policy.early_stop import EarlyStop
@@ -149,7 +149,7 @@ class Decoder:
 
     def _prepare(self, requests: Sequence[Request], policy: Policy, names: Sequence[str]) -> Planned:
         batched = len(requests) > 1
-        unfinished = [request for request in requests if self._goes_on(request)]
+        unfinished = [request for request in requests if request.reading is not None]
         for request in unfinished[:1]:
             self._read(request)
         reading = {request.reading.drafter for request in unfinished if request.reading is not None}
@@ -249,7 +249,7 @@ class Decoder:
             if count and offer is not None and (len(offer.readings) > 1 or offer.readings[0].pending):
                 reading = policy.reading(choice, view)
                 behind = reading is None or reading.pending > 0 or reading.window != offer.window
-                if behind and reading is not None and view.emitted and not read and self._pays(request, name, reading):
+                if behind and reading is not None and view.emitted and not read:
                     request.reading, read = BegunReading(name, reading.window), True
                     offer = self._read(request)
                     views[index] = view._replace(offers={**view.offers, name: offer})
@@ -261,20 +261,6 @@ class Decoder:
             return PLAIN, own, views
         names = [each.drafter for each in own if each.k]
         return Choice(choice.drafter if choice.drafter in names else names[0], self._size(longest)), own, views
-
-    def _pays(self, request: Request, name: str, reading: Reading) -> bool:
-        """Return whether a drafter will have read a text before its end, so that it can draft."""
-        piece = self._piece(name, reading.window or len(request.tokens))
-        return reading.pending < piece * (request.remaining - 1)
-
-    def _goes_on(self, request: Request) -> bool:
-        """Return whether a drafter goes on reading a text. It gives up if it would not have read it before its end."""
-        if request.reading is not None:
-            assert request.slot is not None
-            name, drafter = request.reading.drafter, self.drafters[request.reading.drafter]
-            if not self._pays(request, name, drafter.readings(request.slot.index, request.tokens)[0]):
-                request.reading = None
-        return request.reading is not None
 
     def _read(self, request: Request) -> Offer:
         """Let a drafter read the next piece of a text. Return what it offers then."""

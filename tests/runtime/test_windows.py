@@ -163,11 +163,6 @@ def test_a_window_that_was_not_recorded_is_the_whole_prompt() -> None:
         assert replay(trace, table, policy)
 
 
-def test_a_fixed_k_reads_no_prompt_that_it_would_not_have_read_in_time() -> None:
-    table, trace = costs(draft=2.0), text(flips(0.9, 20), prompt=2000)
-    assert replay(trace, table, FixedPolicy(MODEL, 4)) == replay(trace, table, FixedPolicy(NONE, 0))
-
-
 def test_a_draft_that_only_the_end_of_a_prompt_makes_right_reads_that() -> None:
     made = text([False] * 200, prompt=60)
     trace = Trace(
