@@ -37,8 +37,10 @@ def test_what_does_not_fit_is_dropped_and_counted() -> None:
         reader.join()
     *kept, last = lines
     assert HELD_BYTES // 2 < len(kept) * size < HELD_BYTES * 1.1
-    assert [line["number"] for line in kept] == [*range(len(kept))]
-    assert (last["message"], last["lost_before"]) == ("after", sent - len(kept))
+    numbers = [int(line["number"]) for line in kept]
+    assert numbers == sorted({*numbers})  # on a busy machine, some of the later ones fit again
+    assert last["message"] == "after"
+    assert sum(int(line.get("lost_before", 0)) for line in lines) == sent - len(kept)
 
 
 def test_a_server_whose_log_nobody_reads_answers_and_ends(trained_export: Path, tmp_path: Path) -> None:
