@@ -92,8 +92,8 @@ def test_a_stage_that_hangs_is_waited_for_no_longer_than_an_answer(bundle: Path,
         signal_stages(server.process.pid, signal.SIGSTOP)
         began = time.monotonic()
         status, answer = post(server, "/v1/completions", body)
-        assert (status, "did not answer within 3 seconds" in answer["error"]["message"]) == (500, True), answer
-        assert time.monotonic() - began < 10
+        assert (status, "did not answer within 30 seconds" in answer["error"]["message"]) == (500, True), answer
+        assert 30 < time.monotonic() - began < 37  # the least, because the first pass reads weights from the disk
         server.ready()
         status, answer = post(server, "/v1/completions", body)
         assert (status, answer["choices"][0]["text"]) == (200, want)
