@@ -223,7 +223,7 @@ class Scheduler:
         return SchedulerOutput(reading, decoding)
 
     def _changing(self) -> bool:
-        """Return whether the next step does more than rounds, so that those that have begun must end first."""
+        """Return whether the next step has more to do than rounds, so that begun rounds must end first."""
         used = sorted(request.slot.index for request in self._running if request.slot is not None)
         gaps = used[-1] - used[0] >= len(used)
         return gaps or bool(self._reading) or bool(self._queue and (self._free or self._late()))

@@ -168,7 +168,7 @@ class DeviceDrafter(Drafter):
 
     @abstractmethod
     def use(self, buffers: RoundBuffers) -> None:
-        """Use these buffers from now on, one of those that were attached."""
+        """Switch to these buffers, which must have been attached."""
 
     @abstractmethod
     def fill(self, lanes: Sequence[Lane], shape: Shape) -> None:

@@ -44,8 +44,8 @@ class SequenceView(NamedTuple):
 
     @property
     def expected(self) -> float:
-        """The number of tokens within which a drafter's reading has to pay: `REPAID` of those that will probably still be
-        emitted, because an answer that ends early loses more than a long one gains."""
+        """The number of tokens within which a drafter's reading has to pay. It is the share `REPAID` of the rest of the answer
+        as estimated, because an answer that ends early loses more than a long one gains."""
         return REPAID * self.lengths.expected(self.emitted, self.remaining)
 
     def proposer(self, preferred: str) -> str | None:

@@ -31,7 +31,7 @@ class LocalChain(Chain):
         self.sent: deque[bytes] = deque()  # that no stage has run
         self.given: deque[bytes] = deque()  # that nobody has received
         self.failure: EngineError | None = None  # of all passes from now on
-        self.passes = self.overlapping = 0  # all that were sent, and those that were sent before another was received
+        self.passes = self.overlapping = 0  # passes sent, and how many of them while another was under way
         self.dies_at: int | None = None  # the number of a pass
 
     def later(self, method: str, *arguments: Any) -> None:

@@ -70,10 +70,14 @@ def answers(requests: dict[str, Request]) -> dict[str, list[int]]:
     return {text: request.tokens[len(request.prompt) :][:LIMIT] for text, request in requests.items()}
 
 
-def until_two_are_under_way(scheduler: Scheduler, chain: LocalChain) -> None:
-    """Run until a round has begun beside another one, and a few more steps."""
+def two_under_way(halves: tuple[Outrider, LocalChain]) -> tuple[Scheduler, dict[str, Request]]:
+    """Submit requests, and run until a round has begun beside another one, and a few more steps."""
+    outrider, chain = halves
+    scheduler, chain.overlapping = Scheduler(outrider, k=4), 0
+    requests = submitted(scheduler)
     while chain.overlapping < 3:
         scheduler.step()
+    return scheduler, requests
 
 
 def test_each_step_begins_a_round_while_another_is_under_way_unless_it_reads_a_prompt(
@@ -103,12 +107,9 @@ def test_drafts_of_both_halves_are_accepted(halves: tuple[Outrider, LocalChain])
 
 def test_a_request_is_cancelled_while_its_round_is_under_way(halves: tuple[Outrider, LocalChain], alone: Alone) -> None:
     """Another one gets its slot, and the others lose no token."""
-    outrider, chain = halves
+    outrider, _ = halves
     for at in range(len(TEXTS)):
-        scheduler = Scheduler(outrider, k=4)
-        requests = submitted(scheduler)
-        chain.overlapping = 0
-        until_two_are_under_way(scheduler, chain)
+        scheduler, requests = two_under_way(halves)
         cancelled = requests.pop(TEXTS[at])
         scheduler.cancel(cancelled)
         requests[TEXTS[at]] = scheduler.submit(outrider.text.encode(TEXTS[at], chat=False), params())
@@ -157,10 +158,8 @@ def test_a_half_that_fails_runs_again_when_the_other_has_ended(
 
 
 def test_stages_that_die_are_the_same_error_for_both_halves(halves: tuple[Outrider, LocalChain]) -> None:
-    outrider, chain = halves
-    scheduler = Scheduler(outrider, k=4)
-    requests = submitted(scheduler)
-    until_two_are_under_way(scheduler, chain)
+    _, chain = halves
+    scheduler, requests = two_under_way(halves)
     chain.failure = EngineError("stage 1 died", "start it")
     failed = [*steps(scheduler)]
     assert {request for request, _ in failed} == {*requests.values()}
@@ -169,10 +168,8 @@ def test_stages_that_die_are_the_same_error_for_both_halves(halves: tuple[Outrid
 
 
 def test_a_stage_that_dies_while_all_requests_are_cancelled_is_not_forgotten(halves: tuple[Outrider, LocalChain]) -> None:
-    outrider, chain = halves
-    scheduler = Scheduler(outrider, k=4)
-    requests = submitted(scheduler)
-    until_two_are_under_way(scheduler, chain)
+    _, chain = halves
+    scheduler, requests = two_under_way(halves)
     chain.failure = StageError("stage 1 died", "start it")
     slots = [request.slot for request in requests.values()]
     for request in requests.values():
@@ -189,10 +186,8 @@ def test_a_stage_that_dies_while_all_requests_are_cancelled_is_not_forgotten(hal
 def test_rounds_that_nobody_waits_for_end_before_the_caches_are_used_again(
     halves: tuple[Outrider, LocalChain], alone: Alone, resets: bool
 ) -> None:
-    outrider, chain = halves
-    scheduler = Scheduler(outrider, k=4)
-    submitted(scheduler)
-    until_two_are_under_way(scheduler, chain)
+    outrider, _ = halves
+    scheduler, _ = two_under_way(halves)
     if resets:
         scheduler.reset()
     else:

@@ -143,7 +143,7 @@ def test_no_token_waits_for_more_than_two_plain_rounds_while_a_draft_reads(
 
 
 def test_a_draft_that_is_tried_again_reads_all_of_a_prompt_for_it() -> None:
-    """It was of no use, and is always right now. Prompts of 300 tokens take it four pieces."""
+    """It was useless so far, and is now always right. It reads a prompt of 300 tokens in four pieces."""
     table, bad, good = costs(), text(flips(0.0, 300), prompt=300), text(flips(1.0, 1000), prompt=300)
     policy, plain = adaptive(table), replay(good, table, FixedPolicy(NONE, 0))
     for _ in range(4):
