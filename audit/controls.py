@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,9 @@ from outrider.runtime.rounds.sampling import ACCEPTING, DRAFTING, DRAWING
 
 CHECKED = 4  # the reference checks every fourth decision
 CLOSE = 1e-4  # the tolerance of a probability in fp32
+# Tolerances of a random number: fp32 may round it, times a sum, to the other side of a token's boundary. An unlikely token is
+# narrower than the largest one.
+NUDGES = (0.0, *(sign * size for size in (1e-7, 2e-7, 4e-7, 8e-7) for sign in (1, -1)))
 
 
 class Watch:
@@ -45,7 +49,7 @@ class Watch:
         if lane.steps:
             for row in range(len(result.drafted)):
                 if self._check_this():
-                    self.disagreed += not any(view.drawn_so(result.drafted, row, each) for each in view.readings())
+                    self.disagreed += not any(view.drawn_so(result.drafted, row, *each) for each in view.readings())
         emitted = self.decide(view, result.drafted, result.tokens)
         settings, edits = named_settings(sampling.settings[0]), edits_of(*sampling.table())
         self.emitted += len(emitted)
@@ -61,7 +65,7 @@ class Watch:
     def decide(self, view: Decision, drafted: list[int], emitted: list[int]) -> list[int]:
         """Return the tokens to emit. The graph has decided on `emitted`."""
         if self._check_this():
-            self.disagreed += not any(emitted == view.reference(drafted, settings) for settings in view.readings())
+            self.disagreed += not any(emitted == view.reference(drafted, *each) for each in view.readings())
         return emitted
 
     def _check_this(self) -> bool:
@@ -83,7 +87,7 @@ class Decision:
         """Return the target's logits [rows, V]."""
         return self._launches.device.read(target_rows(self._launches, self._shape, self._index, rows))
 
-    def drawn_so(self, drafted: list[int], row: int, settings: dict[str, float]) -> bool:
+    def drawn_so(self, drafted: list[int], row: int, settings: dict[str, float], nudge: float) -> bool:
         """Return whether the reference has the same q for this row, and draws the same token from it."""
         launches, shape, sampling = self._launches, self._shape, self._sampling
         drafter = launches.on_device(shape)
@@ -91,12 +95,12 @@ class Decision:
         edits = edits_of(*sampling.table())
         logits = drafter.logits(row, shape, self._index).astype(np.float64)
         p = draft(logits, launches.vocab_rows, settings, edits, drafted[:row])
-        uniforms = sampling.uniforms(sampling.emitted + row, 1)[0]
+        uniforms = sampling.uniforms(sampling.emitted + row, 1)[0].astype(np.float64) + nudge
         q = draft_probabilities(launches, shape, self._index, row + 1)[row]
         same_q = settings["temperature"] == 0 or np.abs(q - p).max() < CLOSE
         return bool(same_q) and drafted[row] == draw(p, uniforms[DRAWING if sampling.exact else DRAFTING])
 
-    def reference(self, drafted: list[int], settings: dict[str, float], fault: Fault | None = None) -> list[int]:
+    def reference(self, drafted: list[int], settings: dict[str, float], nudge: float, fault: Fault | None = None) -> list[int]:
         """Return the tokens that the reference emits."""
         count, sampling = len(drafted), self._sampling
         return verify(
@@ -104,7 +108,7 @@ class Decision:
             drafted,
             draft_probabilities(self._launches, self._shape, self._index, count).astype(np.float64),
             settings,
-            sampling.uniforms(sampling.emitted, count + 1)[:, ACCEPTING.start : DRAWING.stop],
+            sampling.uniforms(sampling.emitted, count + 1)[:, ACCEPTING.start : DRAWING.stop].astype(np.float64) + nudge,
             edits_of(*sampling.table()),
             fault,
         )
@@ -117,15 +121,17 @@ class Decision:
         claimed = [(row, *pair) for row, each in enumerate(logprobs) for pair in ((tokens[row], each.logprob), *each.top)]
         return any(abs(normal[row, token] - value) > 10 * CLOSE for row, token, value in claimed)
 
-    def readings(self) -> Iterator[dict[str, float]]:
-        """Yield the round's settings, and variants with a top_p that fp32 cannot distinguish from theirs."""
+    def readings(self) -> Iterator[tuple[dict[str, float], float]]:
+        """Return the round's settings with 0 to add to its random numbers, and variants that fp32 cannot distinguish from them:
+        other random numbers, and another top_p."""
         settings = named_settings(self._sampling.settings[0])
         if self._proposed:
             settings |= {"exact_match": 1.0}
-        yield settings
+        variants = [settings]
         if settings["top_p"] < 1:
-            for factor in (1 - TOLERANCE, 1 + TOLERANCE):
-                yield settings | {"top_p": min(1.0, settings["top_p"] * factor)}
+            others = [settings["top_p"] * factor for factor in (1 - TOLERANCE, 1 + TOLERANCE)]
+            variants += [settings | {"top_p": min(1.0, top_p)} for top_p in others]
+        return itertools.product(variants, NUDGES)
 
 
 class ReferenceWatch(Watch):
@@ -139,7 +145,7 @@ class ReferenceWatch(Watch):
         self._fault = fault
 
     def decide(self, view: Decision, drafted: list[int], emitted: list[int]) -> list[int]:
-        return view.reference(drafted, next(view.readings()), self._fault)
+        return view.reference(drafted, *next(view.readings()), self._fault)
 
 
 class RandomPolicy(AdaptivePolicy):

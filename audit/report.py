@@ -25,7 +25,7 @@ class Arithmetic:
 
     @property
     def allowed(self) -> int:
-        """The allowed number of disagreements: in fp32, a uniform may fall on the other side of a boundary."""
+        """The allowed number of disagreements: sums in fp32 may be less exact than `Decision.readings` allows for."""
         return max(1, int(ROUNDING * self.checked))
 
     @property
