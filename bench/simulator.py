@@ -169,7 +169,7 @@ def replay(trace: Trace, costs: RoundCosts, policy: Policy) -> float:
     decoder = Decoder(target, SimulatedRounds(trace, costs, clock, loaded), loaded, costs.k, costs.chunk, costs.piece, clock)
     params = SamplingParams(max_new_tokens=trace.remaining(0))
     request = Request(list(trace.prompt), params, SamplingState(params, [], [], VOCABULARY), None, VOCABULARY)
-    request.acceptance = policy.begin()
+    request.acceptance, request.lengths = policy.begin(), policy.lengths(None)
     slot = decoder.slots[0]
     decoder.slots.begin(slot, request)
     slot.cached = len(request.tokens) - 1
@@ -178,6 +178,9 @@ def replay(trace: Trace, costs: RoundCosts, policy: Policy) -> float:
         if not isinstance(result, RoundResult):
             raise result
         request.take(result)
+    if len(trace.tokens) < trace.remaining(0):
+        request.finish_reason = "stop"
+    decoder.finish(request)
     return clock.milliseconds
 
 
