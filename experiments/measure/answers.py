@@ -1,8 +1,9 @@
 """Time whole answers, from the request to the last token, and print a Markdown table by workload.
 
-For each prompt, plain decoding, k = auto, and k = auto with a memory of the workload's earlier requests take turns. Ratios are
-to plain decoding of the same prompt in the same turn: geometric means over the prompts, the median of the turns, and their
-minimum and maximum. All answers must be equal.
+For each prompt, plain decoding, k = auto, and k = auto with a memory of the workload's earlier requests take turns. Each is a
+scheduler of its own, as in a server with one client, and keeps prefixes of prompts that it has read. Ratios are to plain
+decoding of the same prompt in the same turn: geometric means over the prompts, the median of the turns, and their minimum and
+maximum. All answers must be equal.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import click
 from outrider import Memory, Outrider, SamplingParams
 from outrider.bench.measure import machine
 from outrider.bench.report import spread
+from outrider.errors import OutriderError
 from outrider.experiments.measure import arguments
+from outrider.runtime.scheduler import Scheduler
 
-WAYS = (("plain", 0, False), ("k = auto", "auto", False), ("with memory", "auto", True))  # k, and whether to use the memory
+WAYS: dict[str, int | str] = {"plain": 0, "k = auto": "auto", "with memory": "auto"}  # and their k
 
 
 class Timing(NamedTuple):
@@ -33,12 +36,16 @@ class Timing(NamedTuple):
     tokens: list[int]
 
 
-def timed(outrider: Outrider, prompt: list[int], k: int | str, params: SamplingParams) -> Timing:
+def timed(scheduler: Scheduler, prompt: list[int], params: SamplingParams) -> Timing:
     """Answer a prompt."""
     began, first, tokens = time.perf_counter(), 0.0, list[int]()
-    for event in outrider.generate(prompt, params, k=k):
-        first = first or time.perf_counter() - began
-        tokens += event.token_ids
+    scheduler.submit(prompt, params)
+    while scheduler.busy:
+        for _, result in scheduler.step():
+            if isinstance(result, OutriderError):
+                raise result
+            first = first or time.perf_counter() - began
+            tokens += result.token_ids
     return Timing(first, time.perf_counter() - began, tokens)
 
 
@@ -52,23 +59,28 @@ def timed(outrider: Outrider, prompt: list[int], k: int | str, params: SamplingP
 @click.option("--chat", is_flag=True, help="Apply the bundle's chat template to the prompts.")
 def command(bundle: Path, prompts: Path, repeat: int, each: int | None, skip: int, max_new_tokens: int, chat: bool) -> None:
     lines = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
-    outrider = Outrider.load(bundle, memory=(memory := Memory()))
-    params = {used: SamplingParams(max_new_tokens=max_new_tokens, memory=used) for used in (False, True)}
-    for _, k, used in WAYS:  # a warm-up
-        timed(outrider, outrider.text.encode("Hello", chat=chat), k, params[used])
+    memories = {name: Memory() if name == "with memory" else None for name in WAYS}
+    loaded = {name: Outrider.load(bundle, slots=None, memory=memory) for name, memory in memories.items()}
+    params, outrider = SamplingParams(max_new_tokens=max_new_tokens), loaded["plain"]
+    for name, k in WAYS.items():  # a warm-up
+        timed(Scheduler(loaded[name], k=k), outrider.text.encode("Hello", chat=chat), params)
+    names = [*WAYS]
     print("| workload | prompts | first token: plain, s | k = auto | with memory | whole: plain, s | k = auto | with memory |")
     print("|---" * 8 + "|")
     for workload, of_workload in itertools.groupby(lines, key=lambda line: line["workload"]):
         asked = [outrider.text.encode(line["prompt"], chat=chat) for line in list(of_workload)[:each]]
         turns: list[list[list[Timing]]] = []  # by turn, prompt and way
         for turn in range(repeat):
-            memory.clear()
+            schedulers = {name: Scheduler(loaded[name], k=k) for name, k in WAYS.items()}
+            for memory in memories.values():
+                if memory is not None:
+                    memory.clear()
             turns.append([])
             for at, prompt in enumerate(asked):
                 timings: dict[str, Timing] = {}
-                for name, k, used in (WAYS[(at + turn + step) % len(WAYS)] for step in range(len(WAYS))):
-                    timings[name] = timed(outrider, prompt, k, params[used])
-                turns[-1].append([timings[name] for name, _, _ in WAYS])
+                for name in (names[(at + turn + step) % len(names)] for step in range(len(names))):
+                    timings[name] = timed(schedulers[name], prompt, params)
+                turns[-1].append([timings[name] for name in WAYS])
                 if any(timing.tokens != timings["plain"].tokens for timing in timings.values()):
                     raise click.ClickException(f"the answers to prompt {at} of {workload} differ")
         cells = [workload, str(len(asked) - skip)]
