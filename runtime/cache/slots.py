@@ -136,12 +136,12 @@ class Slots:
             request.stats.cached_tokens += copied
             request.stats.copied_tokens += copied
 
-    def catch_up(self, slot: Slot, drafter: Drafter, window: int, most: int | None) -> None:
+    def catch_up(self, slot: Slot, drafter: Drafter, window: int, most: int) -> None:
         """Let a drafter read a text with this window, at most `most` tokens of it. Prefixes are copied from other slots."""
         for other in self._slots:
             if other is not slot and other.finite and (shared := other.shared(slot.tokens, slot.owner)) >= MIN_SHARED:
                 drafter.copy(other.index, slot.index, shared)
-        drafter.catch_up(slot.index, slot.tokens, most, window)
+        drafter.catch_up(slot.index, slot.tokens, window, most)
         self.launched = True
 
     def release(self, slot: Slot) -> None:

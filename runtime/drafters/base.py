@@ -113,8 +113,8 @@ class Drafter(ABC):
         """Return what the drafter can read before it drafts. The first reading continues what its cache holds."""
         return [Reading(0, self.pending(slot, tokens))]
 
-    def catch_up(self, slot: int, tokens: list[int], most: int | None = None, window: int = 0) -> None:  # noqa: B027
-        """Process the pending tokens of a reading with this window, or at most `most` of them."""
+    def catch_up(self, slot: int, tokens: list[int], window: int, most: int) -> None:  # noqa: B027
+        """Process up to `most` pending tokens of a reading with this window."""
 
     def commit(self, slot: int, tokens: list[int], drafted: list[int]) -> None:  # noqa: B027
         """Note the tokens that a round drafted after the confirmed `tokens`. `tokens` lacks the accepted ones."""

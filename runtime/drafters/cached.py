@@ -133,15 +133,15 @@ class CachedDrafter(DeviceDrafter):
         self._agreed[slot] = agreed
         return entries - agreed
 
-    def catch_up(self, slot: int, tokens: list[int], most: int | None = None, window: int = 0) -> None:
-        """Write the entries that a round's first step does not write, or at most `most` of them."""
+    def catch_up(self, slot: int, tokens: list[int], window: int, most: int) -> None:
+        """Write up to `most` of the entries that a round's first step does not write."""
         pending = self.pending(slot, tokens)
         if self._windows[slot] not in (0, window) or pending > window > 0:
             offset = max(len(tokens) - self.shift - window, 0) if window else 0
             self._begin(slot, offset, window if offset else 0)
             pending = self.pending(slot, tokens)
         first, shift = self._agreed[slot], self.shift + self._offsets[slot]
-        end = first + (pending if most is None else min(pending, most))
+        end = first + min(pending, most)
         for at in range(first, end, self._chunk):
             chunk = tokens[at + shift : min(at + self._chunk, end) + shift]
             del self._written[slot][at:]

@@ -253,7 +253,7 @@ def test_features_and_entries_are_those_of_a_fresh_prefill(loaded: Outrider, dra
     list(loaded.generate(PROMPT, SamplingParams(max_new_tokens=40), k=4, drafter=drafter))
     tokens, step = loaded.decoder.slots[0].tokens, loaded.decoder.drafters[drafter]
     assert isinstance(step, StepDrafter)
-    step.catch_up(0, tokens)
+    step.catch_up(0, tokens, 0, len(tokens))
     roles, shift = ("target", step.role), step.shift
     before = {role: {name: kept[0].copy() for name, kept in loaded.sessions[role].cache().items()} for role in roles}
     target, own, end = loaded.sessions["target"], loaded.sessions[step.role], len(tokens) - 1

@@ -92,12 +92,12 @@ def drafter() -> ModelDrafter:
 
 def test_a_whole_reading_in_pieces_is_not_replaced_by_the_end_of_the_text_in_another_slot(drafter: ModelDrafter) -> None:
     tokens = list(range(LONG))
-    drafter.catch_up(0, tokens, window=256)
+    drafter.catch_up(0, tokens, 256, LONG)
     assert [drafter.offset(0), len(drafter.written(0))] == [LONG - 256, 254]
     left = list[int]()
     while not left or left[-1]:
         drafter.copy(0, 1, LONG)
-        drafter.catch_up(1, [*tokens, 1, 2], most=64)
+        drafter.catch_up(1, [*tokens, 1, 2], 0, 64)
         left.append(drafter.pending(1, [*tokens, 1, 2]))
         assert len(left) < 40
     assert left == [*range(LONG - 64, 0, -64), 0]
@@ -105,15 +105,15 @@ def test_a_whole_reading_in_pieces_is_not_replaced_by_the_end_of_the_text_in_ano
 
 def test_the_end_of_a_text_is_not_replaced_by_a_shorter_beginning(drafter: ModelDrafter) -> None:
     tokens = list(range(LONG))
-    drafter.catch_up(0, tokens[:300])
-    drafter.catch_up(1, tokens[: LONG - 3], window=64)
+    drafter.catch_up(0, tokens[:300], 0, LONG)
+    drafter.catch_up(1, tokens[: LONG - 3], 64, LONG)
     drafter.copy(0, 1, 300)
     assert drafter.readings(1, tokens)[0] == Reading(64, 3)
 
 
 def test_a_text_that_keeps_less_than_a_window_is_read_anew(drafter: ModelDrafter) -> None:
     tokens = list(range(LONG))
-    drafter.catch_up(0, tokens, window=256)
+    drafter.catch_up(0, tokens, 256, LONG)
     drafter.truncate(0, LONG - 10)
     assert drafter.readings(0, tokens)[0] == Reading(0, LONG - 2)
 
