@@ -71,7 +71,7 @@ class Summary(Struct, frozen=True):
     speedup_to: dict[int, float]  # the same over plain decoding in the same round; geometric mean
     tokens_per_second: PerRound  # decoding alone
     speedup: PerRound  # the same, over plain decoding in the same round
-    predicted_speedup: float | None  # from the recorded texts and passes timed in the same run; None for k = auto
+    predicted_speedup: float | None  # from recorded texts, and passes and host time of the same run; None for k = auto
     first_token: Percentiles  # time to first token (TTFT)
     per_token: Percentiles  # mean time per token of an answer after its first round (TPOT)
     between_tokens: Percentiles  # inter-token latency; 0 within a round

@@ -98,7 +98,9 @@ def _text(
     total = _total(taken)
     predicted = None
     if isinstance(mode.k, int):
-        predicted = replay(trace, costs, FixedPolicy(NONE, 0)) / replay(trace, costs, FixedPolicy(mode.drafter, mode.k))
+        policies = (FixedPolicy(NONE, 0), plain), (FixedPolicy(mode.drafter, mode.k), taken)
+        without, drafted = (replay(trace, costs, policy) / (1 - _total(of).outside_engines) for policy, of in policies)
+        predicted = without / drafted
     return PromptResult(
         workload=trace.workload,
         prompt=prompt,
