@@ -48,10 +48,11 @@ def main() -> int:
     parser.add_argument("--schemas", type=int, metavar="COUNT", help="also send requests with this number of distinct schemas")
     parser.add_argument("--compare", metavar="CLIENTS", help="compare k = auto with plain decoding: 1,4,16,32")
     parser.add_argument("--greedy", action="store_true", help="leave out the sampled requests, two thirds of all")
+    parser.add_argument("--workload", type=Path, help="JSON Lines: send the first prompt of each workload, as a chat")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of --compare")
     parser.add_argument("--output", type=Path, help="the files to write, without their suffix")
     options = parser.parse_args()
-    known = cases(options.bundle, (None,) if options.greedy else SEEDS)
+    known = cases(options.bundle, (None,) if options.greedy else SEEDS, options.workload)
     chance = random.Random(0)
     requests = [chance.choice(known) for _ in range(options.requests)]
     report: dict[str, Any] = {"machine": machine(Cpu()), "date": str(datetime.date.today())}
@@ -140,7 +141,7 @@ def compare(bundle: Path, known: list[Case], rounds: int, loads: list[int]) -> l
     rows = []
     try:
         for clients in loads:
-            requests = (known * 2)[: max(16, 3 * clients)]
+            requests = random.Random(clients).sample(known * 2, max(16, 3 * clients))
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
             for number in range(rounds):
                 for name in sorted(servers, reverse=number % 2 == 1):

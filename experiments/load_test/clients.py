@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from outrider.builder.workloads import load as read_workloads
 from outrider.experiments.load_test.server import GOOD_KEY, Server
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
@@ -31,7 +32,7 @@ DISCONNECTING, SLOW = 0.05, 0.02  # shares of the requests
 class Case(NamedTuple):
     """A request, and the expected text of the answer."""
 
-    prompt: str
+    prompt: str | list[int]
     tokens: int
     seed: int | None
     expected: str
@@ -48,11 +49,15 @@ class Answer(NamedTuple):
     disconnected: bool  # whether the client left before the end
 
 
-def cases(bundle: Path, seeds: Sequence[int | None]) -> list[Case]:
-    """Return a case for every prompt, length and seed. The expected texts come from plain decoding, one at a time."""
+def cases(bundle: Path, seeds: Sequence[int | None], workloads: Path | None) -> list[Case]:
+    """Return a case for every prompt, length and seed. The expected texts come from plain decoding, one at a time. Prompts are
+    `PROMPTS`, or the first one of each workload in a file, as chats."""
     known = []
     with Outrider.load(bundle) as loaded:
-        for prompt in PROMPTS:
+        prompts: list[str | list[int]] = [*PROMPTS]
+        if workloads is not None:
+            prompts = [loaded.text.encode(each.prompt, chat=True) for each in read_workloads(workloads, each=1)]
+        for prompt in prompts:
             for limit in TOKENS:
                 for seed in seeds:
                     params = SamplingParams(max_new_tokens=limit, seed=seed, temperature=0.0 if seed is None else 1.0)
