@@ -89,17 +89,17 @@ def figures(arrivals: Sequence[tuple[float, int]], length: float | None) -> Run:
 def tune(journal: Journal, name: str, job: Job, prompts: list[list[int]], tokens: int) -> list[Contestant]:
     """Return a peer with its fastest settings for plain decoding and for each kind of drafting."""
     peer = PEERS[name]
-    speeds = []
+    times = []
     for settings in peer.SETTINGS:
         contestant = Contestant(name, name, describe(settings), job | settings)
         runs, _ = measure(journal, contestant, prompts, tokens)
         for k, own in runs.items():
-            speed = geometric_mean(run.tokens_per_second for run in own)
-            speeds.append((speed, k, settings))
-            print(f"{name}, {describe(settings)}, k = {k}: {speed:.1f} tokens/s", file=sys.stderr, flush=True)
+            seconds = geometric_mean(run.whole for run in own)
+            times.append((seconds, k, settings))
+            print(f"{name}, {describe(settings)}, k = {k}: {seconds:.2f} s", file=sys.stderr, flush=True)
     contestants = []
-    for kind in dict.fromkeys(_kind(k) for _, k, _ in speeds):
-        _, k, settings = max((each for each in speeds if _kind(each[1]) == kind), key=lambda each: each[0])
+    for kind in dict.fromkeys(_kind(k) for _, k, _ in times):
+        _, k, settings = min((each for each in times if _kind(each[1]) == kind), key=lambda each: each[0])
         ks = list(K) if k and name == genai.NAME else [k]  # GenAI at every k, like Outrider; the others are too slow to matter
         contestants.append(Contestant(name, name, describe(settings), job | settings | {"k": ks}))
     return contestants

@@ -28,30 +28,32 @@ def markdown(result: JsonResult, rows: list[Row], plain: Row) -> str:
     lines = [
         *_introduction(result, plain),
         "",
-        "| | | tokens/s | against our plain | acceptance | first token, s | peak memory, GB |",
-        "|---|---|---|---|---|---|---|",
+        "| | | whole answers, s | against our plain | first token, s | tokens/s | acceptance | peak memory, GB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         length = f"{row.median('length'):.2f}" if row.k != 0 else "-"
-        speeds = f"{spread(row.speeds(), 1)} | {spread(row.speedup(plain))}"
-        figures = f"{length} | {row.median('first'):.2f} | {row.peak / 1e9:.2f}"
-        lines.append(f"| {row.name} ({row.settings}) | {row.label} | {speeds} | {figures} |")
-    lines += ["", "## By workload", "", "Tokens/s, with the ratio to our plain decoding in brackets.", ""]
-    lines += _by_workload(
-        rows, lambda row, each: f"{statistics.median(row.speeds(each)):.1f} ({statistics.median(row.speedup(plain, each)):.2f})"
-    )
+        whole = f"{spread(row.means('whole'))} | {spread(row.speedup(plain))} | {row.median('first'):.2f}"
+        decoding = f"{spread(row.means('tokens_per_second'), 1)} | {length} | {row.peak / 1e9:.2f}"
+        lines.append(f"| {row.name} ({row.settings}) | {row.label} | {whole} | {decoding} |")
     lines += [
         "",
-        "## Whole answers",
+        "## Whole answers by workload",
         "",
-        "Seconds to the first and to the last token. If a draft reads the prompt before the first token, tokens/s do not"
-        " include that time.",
-        "",
+        "Seconds to the first and to the last token, and in brackets how many times",
     ]
-    lines += _by_workload(rows, lambda row, each: f"{row.median('first', each):.2f} / {row.median('whole', each):.2f}")
+    lines[-1] += " as fast as our plain decoding's the whole answer is."
+    lines += ["", *_by_workload(rows, lambda row, each: _whole(row, each, plain))]
+    lines += ["", "## Decoding by workload", "", "Tokens/s after the first token.", ""]
+    lines += _by_workload(rows, lambda row, each: f"{statistics.median(row.means('tokens_per_second', each)):.1f}")
     lines += ["", "## Goals", "", "| | goal | result |", "|---|---|---|"]
     lines += [f"| {' | '.join(goal)} |" for goal in goals(rows, plain, result["weights"][plain.name])]
     return "\n".join(lines) + "\n"
+
+
+def _whole(row: Row, workload: str, plain: Row) -> str:
+    ratio = statistics.median(row.speedup(plain, workload))
+    return f"{row.median('first', workload):.2f} / {row.median('whole', workload):.2f} ({ratio:.2f})"
 
 
 def _introduction(result: JsonResult, plain: Row) -> list[str]:
@@ -71,9 +73,10 @@ def _introduction(result: JsonResult, plain: Row) -> list[str]:
         f"Run on {result['date']}, {result['machine']}; {versions}.{missing}",
         "",
         f"Figures are medians of {len(plain.rounds)} rounds, with minimum and maximum in brackets. All programs take turns in"
-        " each round. Tokens/s count the tokens after the first; over all workloads they are a geometric mean. Ratios are to"
-        f" Outrider's own plain decoding ({plain.name.removeprefix(ours.NAME + ' ')}) in the same round. Acceptance is the mean"
-        " acceptance length: tokens per target pass.",
+        " each round. Whole answers are timed from the request to the last token, and tokens/s count those after the first;"
+        " both are geometric means over the prompts. Ratios are of whole answers to Outrider's own plain decoding"
+        f" ({plain.name.removeprefix(ours.NAME + ' ')}) in the same round. Acceptance is the mean acceptance length: tokens per"
+        " target pass.",
         "",
         "Each peer runs with the settings that were fastest in an earlier round. Settings tried:"
         f" {'; '.join(f'{name}: {_tried(name)}' for name in result['weights_of'])}.",
