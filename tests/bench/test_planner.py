@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from outrider.runtime.policy.costs import expected_tokens
 from outrider.runtime.policy.policy import FixedPolicy
 from outrider.runtime.policy.round_costs import RoundCosts
 from outrider.tests.runtime.policies import K, costs, flips, text
-from outrider.tests.support import run_here
+from outrider.tests.support import ROOT, run_here
 
 
 def test_the_textbook_example() -> None:
@@ -233,3 +234,27 @@ def test_stages_on_several_devices_pay_for_each_crossing() -> None:
     for k, rows in ((0, 1), (4, 5)):
         hops = linked.round(NONE, 0, k, 40, True) - whole.round(NONE, 0, k, 40, True)
         assert hops == pytest.approx(2 * 0.2 + rows * 1536 * 4 * 8 / 1e5)
+
+
+def test_the_page_about_stages_has_what_its_formulas_give() -> None:
+    """Both kinds of memory with every link, over 2, 4 and 8 devices."""
+    page = (ROOT / "docs" / "explanation" / "stages.md").read_text()
+    number = r" ([\d.]+) \|"
+    found = re.findall(r"^\| ([\w ]+) \|" + 2 * number + "$", page, re.MULTILINE)
+    links = {name: (float(latency), float(bandwidth)) for name, latency, bandwidth in found}
+    rows = re.findall(r"^\| ([\d,]+) GB/s, ([\w ]+) \|" + 5 * number + "$", page, re.MULTILINE)
+    assert {row[:3] for row in rows if row[1] != "any"} == {
+        (memory, link, devices) for memory in ("80", "1,000") for link in links for devices in ("2", "4", "8")
+    }
+    accepted = expected_tokens(0.75, 4)
+    for memory, link, devices, *shown in rows:
+        one, count = 39.4e3 / float(memory.replace(",", "")), int(devices)
+        latency, bandwidth = links.get(link, (0.0, 1.0))
+        megabits = (count - 1) * 8192 * (4 if memory == "80" else 2) * 8 / 1e6
+        few, many = (count * latency + each * megabits / bandwidth if count > 1 else 0.0 for each in (1, 5))
+        plain, drafted = 1000 / (one + few), 1000 * accepted / (1.1 * one + many + 4 * one / 65)
+        ratio = account(4, accepted, 65, 10**6, 1.1 + (many - few) / one, few / one).speedup
+        assert drafted / plain == pytest.approx(ratio, rel=1e-4)
+        for said, value in zip(shown, (39.4 / count, plain, drafted, ratio), strict=True):
+            digits = len(said.partition(".")[2])
+            assert float(said) == pytest.approx(value, abs=0.501 * 10.0**-digits), (memory, link, devices)
