@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.serve.server import PROMPT, fetch, free_port, post, serving
-from outrider.tests.support import COMMAND, build
+from outrider.tests.support import COMMAND, ROOT, build
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +44,15 @@ def test_generate_starts_a_cluster_that_lives_as_long_as_the_command(bundle: Pat
     command = [*COMMAND, "generate", str(bundle), "--stage-cores", "1", "--prompt", PROMPT, "--max-new-tokens", "24", "--json"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, json.loads(done.stdout or "{}").get("text")) == (0, want), done.stderr
+
+
+def test_the_demo_finds_the_text_of_the_whole(tmp_path: Path) -> None:
+    """As a user runs it, but for what it installs and where it writes."""
+    command = ["make", "-o", ".venv/.installed-ray", "demo-stages", f"DEMO={tmp_path / 'demo'}"]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "\nAgent: " in done.stdout
+    assert done.stdout.endswith("the whole target's text is the same, to the byte\n")
 
 
 def signal_stages(server: int, sent: signal.Signals) -> None:
