@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engines.device import Buffer, Device, Launch
+from outrider.engines.device import Buffer, Launch, QueuedDevice
 from outrider.engines.precisions import DTYPES
 from outrider.errors import DeviceError, EngineError
 
@@ -59,10 +59,9 @@ class CudaMemory:
         weakref.finalize(self, free, address)
 
 
-class Cuda(Device):
+class Cuda(QueuedDevice):
     """One of the GPUs that this process sees, the first by default; `CUDA_VISIBLE_DEVICES` selects others."""
 
-    synchronous = False
     alignment = 256  # TensorRT's requirement
 
     def __init__(self, number: int = 0) -> None:
@@ -71,9 +70,9 @@ class Cuda(Device):
         Raises:
             DeviceError: there is no such GPU, or its driver is missing or too old.
         """
+        super().__init__()
         _find_gpu(number)
         self.number = number
-        self._senders: dict[int, Device] = {}  # whose tensors are copied here, by stream
         self._select()
         self.stream = int(checked(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)))
         weakref.finalize(self, runtime.cudaStreamDestroy, self.stream)
@@ -141,29 +140,24 @@ class Cuda(Device):
 
         return launch
 
-    def receive(self, target: Buffer, source: Buffer, sender: Device) -> Launch:
-        if not isinstance(sender, Cuda):
-            return super().receive(target, source, sender)
-        sent, received = sender._event(), self._event()
-        where = target.address, self.number, source.address, sender.number, source.nbytes
-        self._senders[sender.stream] = sender
+    def follow(self, other: Cuda) -> Launch:
+        other._select()
+        event = checked(runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming))
 
         def launch() -> None:
-            assert target.memory, source.memory  # keeps both alive for as long as the launch
-            checked(runtime.cudaEventRecord(sent, sender.stream))
-            checked(runtime.cudaStreamWaitEvent(self.stream, sent, 0))
-            checked(runtime.cudaMemcpyPeerAsync(*where, self.stream))
-            checked(runtime.cudaEventRecord(received, self.stream))
-            checked(runtime.cudaStreamWaitEvent(sender.stream, received, 0))
+            checked(runtime.cudaEventRecord(event, other.stream))
+            checked(runtime.cudaStreamWaitEvent(self.stream, event, 0))
 
-        for event in (sent, received):
-            weakref.finalize(launch, runtime.cudaEventDestroy, event)
+        weakref.finalize(launch, runtime.cudaEventDestroy, event)
         return launch
 
-    def _event(self) -> Any:
-        """Return a new event, which streams of other GPUs can wait for."""
-        self._select()
-        return checked(runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming))
+    def fetch(self, target: Buffer, source: Buffer) -> Launch:
+        def launch() -> None:
+            assert target.memory, source.memory  # keeps both alive for as long as the launch
+            # Addresses say which GPU they are of. It can be recorded, while cudaMemcpyPeerAsync is said to be refused.
+            checked(runtime.cudaMemcpyAsync(target.address, source.address, source.nbytes, ON_DEVICE, self.stream))
+
+        return launch
 
     def read(self, buffer: Buffer) -> npt.NDArray[Any]:
         values = np.empty(buffer.shape, DTYPES[buffer.dtype].numpy)
@@ -179,16 +173,10 @@ class Cuda(Device):
         self.synchronize()
 
     def synchronize(self) -> None:
-        streams, found = {self.stream}, [*self._senders.values()]
-        while found:  # all of them, or an error on another GPU would not be reported
-            sender = found.pop()
-            if isinstance(sender, Cuda) and sender.stream not in streams:
-                streams.add(sender.stream)
-                found += sender._senders.values()
-        for stream in streams:
-            checked(runtime.cudaStreamSynchronize(stream))
+        for each in (self, *self.linked()):  # all of them, or an error on another GPU would not be reported
+            checked(runtime.cudaStreamSynchronize(each.stream))
 
-    def capture(self, launches: Sequence[Launch]) -> Launch:
+    def record(self, launches: Sequence[Launch]) -> Launch:
         if checked(runtime.cudaStreamIsCapturing(self.stream)) != runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone:
             raise EngineError("the stream is already being recorded", "no action needed: the launches run one by one")
         self._select()

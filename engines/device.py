@@ -12,7 +12,7 @@ from ctypes import c_byte
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -131,11 +131,57 @@ class Device(ABC):
 
     @abstractmethod
     def capture(self, launches: Sequence[Launch]) -> Launch:
-        """Record launches as one launch. Each of them must have run at least once.
+        """Record launches as one launch, with their work on other devices. Each of them must have run at least once.
 
         Raises:
             EngineError: the device cannot record them; they can still be launched one by one.
         """
+
+
+class QueuedDevice(Device):
+    """A device whose work waits in its queue while the host goes on, such as a GPU. Several of a kind copy from each other."""
+
+    synchronous = False
+
+    def __init__(self) -> None:
+        self._senders: dict[int, QueuedDevice] = {}  # whose tensors are copied here, by stream
+
+    @abstractmethod
+    def follow(self, other: Self) -> Launch:
+        """Prepare to let what is launched here later wait for what was launched on another device before."""
+
+    @abstractmethod
+    def fetch(self, target: Buffer, source: Buffer) -> Launch:
+        """Prepare a copy of a tensor of another device, whose work is not waited for."""
+
+    @abstractmethod
+    def record(self, launches: Sequence[Launch]) -> Launch:
+        """Record launches as one launch of this device.
+
+        From the first time on that another device follows this one, its launches are recorded, too. At the end, this one must
+        follow all that they launched. Errors are those of `capture`.
+        """
+
+    def receive(self, target: Buffer, source: Buffer, sender: Device) -> Launch:
+        if not isinstance(sender, QueuedDevice):
+            return super().receive(target, source, sender)
+        self._senders[sender.stream] = sender
+        return in_sequence([self.follow(sender), self.fetch(target, source), sender.follow(self)])
+
+    def linked(self) -> Sequence[Self]:
+        """Return the other devices that tensors come from, here or on the way here."""
+        found = {self.stream: self}
+        ways: list[Any] = [self]
+        for each in ways:  # which grows
+            ways += [sender for stream, sender in each._senders.items() if stream not in found]
+            found |= each._senders
+        return [each for each in found.values() if each is not self]
+
+    def capture(self, launches: Sequence[Launch]) -> Launch:
+        others = self.linked()
+        begin, end = [each.follow(self) for each in others], [self.follow(each) for each in others]
+        # A replay is work of this device only, so the others' earlier and later work is kept out of it.
+        return in_sequence([*end, self.record([*begin, *launches, *end]), *begin])
 
 
 class Engine(ABC):

@@ -84,7 +84,7 @@ class StagedSession(Session):
         self.stages = list(stages)
         self.skips_logits, self.overlaps = stages[-1].skips_logits, stages[0].overlaps
         devices = _different(stage.device for stage in stages)
-        self.recordable = all(stage.recordable for stage in stages) and len(devices) == 1
+        self.recordable = all(stage.recordable for stage in stages) and len({device.synchronous for device in devices}) == 1
         self.ragged = len(devices) == 1 and all(stage.ragged for stage in stages)
         passed = [each.stage for each in sizes if each.stage is not None]
         self._gives = [stage.gives for stage in passed]

@@ -19,7 +19,7 @@ from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
 from outrider.backends.open import open_bundle
 from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.contract import Stage
-from outrider.engines.device import Buffer, Cpu, Device, Engine, Launch
+from outrider.engines.device import Buffer, Cpu, Engine, Launch, QueuedDevice
 from outrider.engines.precisions import DTYPES
 from outrider.errors import EngineError
 from outrider.runtime.generation import Outrider
@@ -28,7 +28,7 @@ from outrider.runtime.text.text import Text
 STREAMS = count(1)
 
 
-class Deferred(Cpu):
+class Deferred(QueuedDevice, Cpu):
     """Work waits in a queue until `synchronize`; in between, what the host reads is old.
 
     A device that waits for work of another one lets it run as far ahead as it may.
@@ -38,10 +38,11 @@ class Deferred(Cpu):
     alignment = 256
 
     def __init__(self) -> None:
+        super().__init__()
         self.stream = next(STREAMS)
         self.queue: deque[Launch] = deque()
         self.owned: list[Any] = []  # its memory
-        self.recording: list[Launch] | None = None
+        self.recording: Recording | None = None
         self.waits = 0
         self.recorded = 0
         self.replayed = 0
@@ -50,11 +51,14 @@ class Deferred(Cpu):
 
     def deferred(self, work: Launch) -> Launch:
         """A launch that only queues its work."""
+        return lambda: self.push(work)
 
-        def launch() -> None:
-            (self.queue if self.recording is None else self.recording).append(work)
-
-        return launch
+    def push(self, work: Launch) -> None:
+        """Queue work, or record it."""
+        if self.recording is None:
+            self.queue.append(work)
+        else:
+            self.recording.push(self, work)
 
     def zeros(self, shape: tuple[int, ...], dtype: str, what: str) -> Buffer:
         item = DTYPES[dtype].numpy.itemsize
@@ -74,19 +78,13 @@ class Deferred(Cpu):
     def copy_columns(self, target: Buffer, to: int, source: Buffer, first: int, count: int) -> Launch:
         return self.deferred(super().copy_columns(target, to, source, first, count))
 
-    def receive(self, target: Buffer, source: Buffer, sender: Device) -> Launch:
+    def follow(self, other: Deferred) -> Launch:
+        return lambda: Mark(other).hold(self)
+
+    def fetch(self, target: Buffer, source: Buffer) -> Launch:
         assert self.owns(target)
-        if not isinstance(sender, Deferred):
-            return super().receive(target, source, sender)
-        assert sender.owns(source)
-
-        def launch() -> None:
-            sent, received = Mark(sender), Mark(self)
-            sender.queue.append(sent.reach)
-            self.queue += [sent.wait, lambda: np.copyto(target.view(), source.view()), received.reach]
-            sender.queue.append(received.wait)
-
-        return launch
+        assert not self.owns(source)
+        return self.deferred(lambda: np.copyto(target.view(), source.view()))
 
     def owns(self, buffer: Buffer) -> bool:
         """Whether a tensor is in its memory."""
@@ -101,6 +99,8 @@ class Deferred(Cpu):
         buffer.view()[...] = values
 
     def synchronize(self) -> None:
+        if self.recording is not None:
+            raise EngineError("operation not permitted when stream is capturing (cudaErrorStreamCaptureUnsupported)", "none")
         self.waits += 1
         self.run()
 
@@ -109,41 +109,100 @@ class Deferred(Cpu):
         while self.queue:
             self.queue.popleft()()
 
-    def capture(self, launches: Sequence[Launch]) -> Launch:
+    def record(self, launches: Sequence[Launch]) -> Launch:
         if self.refusal:
             raise EngineError(self.refusal, "none")
-        recording: list[Launch] = []
-        self.recording = recording
+        recording = Recording(self)
         try:
             for launch in launches:
                 launch()
         finally:
-            self.recording = None
+            recording.end()
+        recording.check()
         self.recorded += 1
 
         def replay() -> None:
             self.replayed += 1
-            self.queue += recording
+            self.queue.append(recording.replay)
             if self.spoil is not None:
                 self.queue.append(self.spoil)
 
         return replay
 
 
+class Recording:
+    """The work of several devices as one launch of the first. Errors are those of CUDA."""
+
+    def __init__(self, origin: Deferred):
+        self.origin = origin
+        self.work: dict[Deferred, list[Launch]] = {}
+        self.marks: list[Mark] = []
+        self.before: dict[Deferred, dict[Deferred, int]] = {}  # by device, how much work of each comes before its next work
+        self.left: dict[Deferred, deque[Launch]] = {}  # of a replay
+        self.join(origin)
+
+    def join(self, device: Deferred) -> None:
+        """Record what a device launches from now on."""
+        device.recording = self
+        self.work[device], self.before[device] = [], {}
+
+    def push(self, device: Deferred, work: Launch) -> None:
+        self.work[device].append(work)
+        self.before[device][device] = len(self.work[device])
+
+    def end(self) -> None:
+        for device in self.work:
+            device.recording = None
+
+    def check(self) -> None:
+        """Refuse a recording whose origin does not wait for all the others' work."""
+        if any(self.before[self.origin].get(device, 0) < self.before[device].get(device, 0) for device in self.work):
+            raise EngineError("capturing stream has unjoined work (cudaErrorStreamCaptureUnjoined)", "none")
+
+    def replay(self) -> None:
+        """Let each device run as far ahead as it may: the first one or, in every other replay, the last one."""
+        for mark in self.marks:
+            mark.reached = False
+        self.work = dict(reversed(self.work.items()))
+        self.left = {device: deque(work) for device, work in self.work.items()}
+        for device in self.work:
+            self.run(device)
+
+    def run(self, device: Deferred) -> None:
+        while self.left[device]:
+            self.left[device].popleft()()
+
+
 class Mark:
-    """A place in a device's queue that another device waits for."""
+    """A place in a device's work that another device waits for: an event of CUDA."""
 
     def __init__(self, device: Deferred):
-        self._device = device
-        self._reached = False
+        self.device, self.recording, self.reached = device, device.recording, False
+        if self.recording is None:
+            device.queue.append(self.reach)
+            return
+        self.before = dict(self.recording.before[device])
+        self.recording.marks.append(self)
+        self.recording.work[device].append(self.reach)
 
     def reach(self) -> None:
-        self._reached = True
+        self.reached = True
+
+    def hold(self, device: Deferred) -> None:
+        """Let a device wait."""
+        if self.recording is not None and device.recording is None:
+            self.recording.join(device)
+        if self.recording is not device.recording:
+            raise EngineError("dependency on uncaptured work in another stream (cudaErrorStreamCaptureIsolation)", "none")
+        device.push(self.wait)
+        if self.recording is not None:
+            own = self.recording.before[device]
+            own |= {each: max(count, own.get(each, 0)) for each, count in self.before.items()}
 
     def wait(self) -> None:
-        if not self._reached:
-            self._device.run()
-        assert self._reached
+        if not self.reached:
+            self.device.run() if self.recording is None else self.recording.run(self.device)
+        assert self.reached
 
 
 class DeferredEngine(Engine):

@@ -12,18 +12,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from outrider.engines.device import Buffer, Launch, in_sequence, nothing
+from outrider.engines.device import in_sequence, nothing
 from outrider.errors import EngineError
-from outrider.tests.gpu import hardware
+from outrider.tests.gpu import broken, hardware
 
 Record = Callable[[str, object], None]
 
@@ -108,6 +107,39 @@ def test_a_replay_reads_what_the_host_memory_holds_then(gpu: Any) -> None:
         replay()
         gpu.synchronize()
         assert (answer == value).all()
+
+
+def test_a_recording_has_the_work_of_another_device(gpu: Any) -> None:
+    """A replay comes after what was launched on either before, and before what is launched on either later."""
+    other = type(gpu)()
+    (host, mirror), (answer, back) = gpu.mirrored(1 << 20), gpu.mirrored(1 << 20)
+    there, own = (other.zeros((1 << 20,), "uint8", "a check") for _ in range(2))
+    found = gpu.zeros((1 << 20,), "uint8", "a check")
+    launches = [gpu.upload(host, mirror), other.receive(there, mirror, gpu), gpu.receive(back, there, other)]
+    launches += [gpu.receive(found, own, other), gpu.download(back, answer)]
+    for launch in launches:
+        launch()
+    replay = gpu.capture(launches)
+    for value in (3, 200, 7):
+        host[:] = value
+        hardware.fill(other, own, value + 1)()
+        replay()
+        hardware.fill(other, own, 0)()
+        gpu.synchronize()
+        assert (answer == value).all()
+        assert (gpu.read(found) == value + 1).all()
+
+
+def test_a_recording_must_be_told_of_all_that_it_waits_for(gpu: Any) -> None:
+    """Work that it does not wait for, and work that is not part of it, are errors."""
+    other = type(gpu)()
+    buffer = other.zeros((64,), "uint8", "a check")
+    with pytest.raises(EngineError, match="cudaErrorStreamCaptureUnjoined"):
+        gpu.record([other.follow(gpu), hardware.fill(other, buffer, 1)])
+    with pytest.raises(EngineError, match="cudaErrorStreamCaptureIsolation"):
+        gpu.record([gpu.follow(other)])
+    for each in (gpu, other):
+        works(each)
 
 
 def works(gpu: Any) -> None:
@@ -228,51 +260,29 @@ def test_bandwidth(gpu: Any, record_property: Record) -> None:
     record_property("copy bandwidth, GB/s", hardware.bandwidth(gpu, BYTES))
 
 
-def outdated(gpu: Any, host: Any, buffer: Buffer) -> Any:
-    """Upload what the host's memory holds now, not when the copy runs."""
-    held = host.copy()
-    return gpu.deferred(lambda: np.copyto(buffer.view(), held))
-
-
-def at_once(gpu: Any, target: Buffer, source: Buffer, _: Any) -> Any:
-    """Copy without waiting for the other device."""
-    return gpu.deferred(lambda: np.copyto(target.view(), source.view()))
-
-
-def without_telling(gpu: Any, target: Buffer, source: Buffer, other: Any) -> Any:
-    """Let the other device go on before the copy has run."""
-    return in_sequence([gpu.deferred(other.synchronize), gpu.deferred(lambda: np.copyto(target.view(), source.view()))])
-
-
-def careless(gpu: Any, launches: Sequence[Launch]) -> Launch:
-    """Record without passing exceptions on."""
-    for launch in launches:
-        with suppress(EngineError):
-            launch()
-    return nothing
-
-
 @pytest.mark.parametrize(
-    ("check", "method", "broken"),
+    ("check", "method", "wrong"),
     [
         (test_copies, "upload", lambda *_: nothing),
         (test_copies, "download", lambda *_: nothing),
         (test_copies, "copy_columns", lambda *_: nothing),
         (test_a_copy_from_another_device_waits_and_is_waited_for, "receive", lambda *_: nothing),
-        (test_a_copy_from_another_device_waits_and_is_waited_for, "receive", at_once),
-        (test_a_copy_from_another_device_waits_and_is_waited_for, "receive", without_telling),
-        (test_a_replay_reads_what_the_host_memory_holds_then, "upload", outdated),
+        (test_a_copy_from_another_device_waits_and_is_waited_for, "receive", broken.at_once),
+        (test_a_copy_from_another_device_waits_and_is_waited_for, "receive", broken.without_telling),
+        (test_a_replay_reads_what_the_host_memory_holds_then, "upload", broken.outdated),
         (test_a_replay_reads_what_the_host_memory_holds_then, "capture", lambda *_: nothing),
-        (test_an_exception_ends_a_recording, "capture", careless),
+        (test_a_recording_has_the_work_of_another_device, "follow", lambda *_: nothing),
+        (test_a_recording_has_the_work_of_another_device, "capture", broken.alone),
+        (test_an_exception_ends_a_recording, "capture", broken.careless),
         (test_garbage_that_owns_memory_is_not_freed_in_a_recording, "capture", lambda *_: nothing),
         (test_a_second_thread, "capture", lambda *_: nothing),
         (test_too_large_an_allocation_is_refused, "zeros", lambda *_: None),
     ],
 )
 def test_a_broken_device_fails(
-    check: Callable[[Any], None], method: str, broken: Any, simulated: Any, monkeypatch: pytest.MonkeyPatch
+    check: Callable[[Any], None], method: str, wrong: Any, simulated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(simulated), method, broken)
+    monkeypatch.setattr(type(simulated), method, wrong)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         check(simulated)
 

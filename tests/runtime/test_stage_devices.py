@@ -14,7 +14,7 @@ from outrider.engines.staged_session import StagedSession
 from outrider.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
-from outrider.tests.deferred import deferred
+from outrider.tests.deferred import Deferred, deferred
 from outrider.tests.runtime.stages import CAPACITY, CHUNK, SLOTS, K, alone, results, together
 from outrider.tests.support import ROOT, Made, build
 
@@ -103,17 +103,24 @@ def test_recurrent_layers_on_several_devices(once: Callable[[str, Callable[[Path
     assert together(staged, 4) == together(whole, 0)
 
 
-def test_the_drafts_are_beside_the_last_stage_and_rounds_are_not_recorded(loaded: Made[Both]) -> None:
-    """One recording would have to be of both devices."""
-    whole, staged = loaded[QUICK[0]]
-    for each in (whole, staged):
-        assert alone(each, 4, "head", 16)
-    assert whole.rounds.recorder.recorded
-    assert not staged.rounds.recorder.recorded
+def test_the_drafts_are_beside_the_last_stage(loaded: Made[Both]) -> None:
+    staged = loaded[QUICK[0]][1]
     assert {session.device for session in staged.sessions.values()} == {staged.engines.device}
     target = staged.sessions["target"]
     assert isinstance(target, StagedSession)
     assert target.stages[-1].device is staged.engines.device is not target.stages[0].device
+
+
+def test_rounds_of_several_gpus_are_one_recording(loaded: Made[Both]) -> None:
+    """Which replays copies between them, too; with a stage on the CPU there is none."""
+    for name in QUICK:
+        staged = loaded[name][1]
+        assert alone(staged, 4, "head", 16)
+        first, last = (staged.engines.others[each or ""].device for each in (*staged_devices(staged),))
+        assert isinstance(last, Deferred)
+        gpus = isinstance(first, Deferred)
+        assert bool(staged.rounds.recorder.recorded) == bool(last.replayed) == gpus
+        assert not isinstance(first, Deferred) or first.recorded == 0
 
 
 def test_each_device_needs_memory_for_its_own_stages_only(loaded: Made[Both], monkeypatch: pytest.MonkeyPatch) -> None:
