@@ -30,7 +30,6 @@ from outrider.engines.cluster import connect
 from outrider.engines.device import Cpu, Launch, in_sequence
 from outrider.engines.session import Pass, Session
 from outrider.engines.sizes import Sizes
-from outrider.errors import UsageError
 
 # Seconds for a pass through all of them: at most, and at least, because the first pass reads weights from the disk.
 PASSING, LEAST_PASSING = 120.0, 30.0
@@ -56,7 +55,7 @@ class RemoteStages(Session):
     def bind_parts(self, buffers: Pass) -> Sequence[Launch]:
         ids, commits = buffers.input_ids.view(), [each.view() for each in buffers.commits or ()]
         message = Crossing((), ids, buffers.positions.view(), buffers.window, buffers.first, commits)
-        given = passed(self._gives, buffers.boundary, *buffers.input_ids.shape)
+        given = [each.view() for each in passed(self._gives, buffers.boundary, *buffers.input_ids.shape)]
         under_way: list[Sent] = []
 
         def begin() -> None:
@@ -106,7 +105,7 @@ class RayStages:
 
         Args:
             cores: of each stage.
-            device: see `open_engines`.
+            device: see `StageHost.open`. Each stage on a GPU gets one from Ray.
             passing: the most seconds of a pass.
             graph: whether stages on one machine are a graph; see `stage_chain.py`.
         """
@@ -114,20 +113,17 @@ class RayStages:
 
     def __call__(self, engines: Engines, sizes: Sequence[Sizes]) -> Session:
         """Return a target's stages but the last; see `Engines.elsewhere`."""
-        if not engines.device.synchronous:
-            raise UsageError(
-                f"stages in several processes run on CPUs only, not on {engines.device.name}",
-                "use --device cpu, or leave --stage-cores out",
-            )
         return RemoteStages(lambda: self._chain(engines, sizes), sizes[-1])
 
     def _chain(self, engines: Engines, sizes: Sequence[Sizes]) -> Chain:
         connect(len(sizes) * self._cores)
         group = get_current_placement_group()  # of a replica, which has room for its stages
         strategy = "SPREAD" if group is None else PlacementGroupSchedulingStrategy(group)
-        options = {"num_cpus": self._cores, "scheduling_strategy": strategy}
+        host = ray.remote(num_cpus=self._cores, scheduling_strategy=strategy)(StageHost)
         spans = [each.stage.layers for each in sizes if each.stage is not None]
         names = [f"stage {number} (layers {first}-{last})" for number, (first, last) in enumerate(spans, 1)]
-        chain = Chain({name: ray.remote(**options)(StageHost).remote(name) for name in names}, self._passing, self._graph)
+        gpus = [int((self._device or place) != "cpu") for place in engines.build.places]
+        actors = {name: host.options(num_gpus=each).remote(name) for name, each in zip(names, gpus, strict=False)}
+        chain = Chain(actors, self._passing, self._graph)
         chain.open(engines.folder, seal(engines.manifest), outrider.__version__, sizes[0].batch, self._device)
         return chain

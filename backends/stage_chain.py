@@ -30,7 +30,7 @@ UNDER_WAY = 2  # passes: one of each half of a batch
 ASKING = 1.0  # seconds for actors to say how far they are, after a failure
 PART, PAUSE = 0.05, 0.002  # a reader sleeps for this part of the time that it has waited, at most so many seconds
 LOGGER = logging.getLogger("outrider.serve")
-ROOM = "ray status shows whether a node has enough free cores; use fewer with --stage-cores"
+ROOM = "ray status shows whether a node has enough free cores, and a GPU for a stage on one; use fewer cores with --stage-cores"
 LOADING = "its disk may be slow, or its machine short of memory; Ray's logs have more (/tmp/ray/session_latest/logs)"
 SHARED = "Ray's object store may be too small: see ray start --object-store-memory"
 

@@ -20,7 +20,7 @@ from outrider.bundle.integrity import check_file, unchanged
 from outrider.bundle.manifest import WEIGHTS, Manifest, step_file
 from outrider.engines.arrays import Int64s
 from outrider.engines.contract import Tensor
-from outrider.engines.device import Buffer, Cpu, Launch
+from outrider.engines.device import Buffer, Launch
 from outrider.engines.session import MAX_BOUND, Pass
 from outrider.engines.staged_session import boundary_buffers, crossing_layout
 from outrider.errors import EngineError, OutriderError, reason_of
@@ -53,10 +53,10 @@ def seal(manifest: Manifest) -> str:
     return hashlib.sha256(manifest.encode()).hexdigest()
 
 
-def passed(tensors: Sequence[Tensor], boundary: Mapping[str, Buffer], count: int, rows: int) -> list[npt.NDArray[Any]]:
+def passed(tensors: Sequence[Tensor], boundary: Mapping[str, Buffer], count: int, rows: int) -> list[Buffer]:
     """Return the part of a boundary that a pass of `count` sequences with `rows` rows may use."""
     layout = crossing_layout(tensors, count, rows)
-    return [boundary[name].part(0, *shape).view() for name, (shape, _) in layout.items()]
+    return [boundary[name].part(0, *shape) for name, (shape, _) in layout.items()]
 
 
 @contextmanager
@@ -94,7 +94,7 @@ class StageHost:
             folder: of the bundle, on this machine.
             sealed: the `seal` that it must have.
             release: of Outrider in the process that decodes.
-            device: see `open_engines`.
+            device: of all stages, or None for the one that the bundle names. The first GPU that this process sees is any.
 
         Raises:
             EngineError: the bundle or the release is another one, or the stage cannot be loaded.
@@ -115,15 +115,15 @@ class StageHost:
         files = [step_file("target", each) for each in build.stages[: index + 1]]  # a stage may use weights of earlier ones
         for name in (files[-1], *(file + WEIGHTS for file in files)):
             check_file(place, name, manifest.files[name], SILENT)
-        engines = open_engines(place, manifest, build, device)
+        engines = open_engines(place, manifest, build, (device or build.places[index]).partition(":")[0])
         sizes = engines.sizes("target", batch).of(build.stages[index])
         self._session = engines.model("target", sizes)
-        self._stage, host = build.stages[index], Cpu()
-        self._boundary = boundary_buffers(host, [*self._stage.takes, *self._stage.gives], sizes)
-        self._ids = host.zeros((batch * sizes.max_rows,), "int64", "a pass")
-        self._starts, *commits = (host.zeros((batch,), "int64", "a pass") for _ in range(3))
+        self._stage, self._device = build.stages[index], engines.device
+        self._boundary = boundary_buffers(self._device, [*self._stage.takes, *self._stage.gives], sizes)
+        self._ids = self._device.zeros((batch * sizes.max_rows,), "int64", "a pass")
+        self._starts, *commits = (self._device.zeros((batch,), "int64", "a pass") for _ in range(3))
         self._commits = commits if sizes.recurrent else []
-        self._logits = host.zeros((1,), "float32", "no logits")
+        self._logits = self._device.zeros((1,), "float32", "no logits")
         self._launches: LRUCache[tuple[int, ...], Launch] = LRUCache(MAX_BOUND)
 
     def join(self) -> str:
@@ -137,10 +137,9 @@ class StageHost:
             self._call(calls)
             count, rows = ids.shape
             read = self._ids.part(0, count, rows), self._starts.part(0, count), *(each.part(0, count) for each in self._commits)
-            for buffer, array in zip(read, (ids, positions, *commits), strict=True):
-                buffer.view()[...] = array
-            for view, array in zip(passed(self._stage.takes, self._boundary, count, rows), given, strict=True):
-                view[...] = array
+            taken = passed(self._stage.takes, self._boundary, count, rows)
+            for buffer, array in zip((*read, *taken), (ids, positions, *commits, *given), strict=True):
+                self._device.write(buffer, array)
             key = count, rows, window, first
             if (launch := self._launches.get(key)) is None:
                 logits = self._logits.part(0, count, 0, self._session.vocab_rows)
@@ -148,8 +147,9 @@ class StageHost:
                 bound = Pass(read[0], read[1], logits, window, first, commits=pending, boundary=self._boundary)
                 launch = self._launches[key] = self._session.bind(bound)
             launch()
+            given = [self._device.read(each) for each in passed(self._stage.gives, self._boundary, count, rows)]
         self._done += 1
-        return message._replace(given=passed(self._stage.gives, self._boundary, count, rows))
+        return message._replace(given=given)
 
     def done(self) -> int:
         """Return the number of passes that this stage has run."""

@@ -204,8 +204,8 @@ memory_file = click.option(
 stage_cores = click.option(
     "--stage-cores",
     type=click.IntRange(min=1),
-    help="Run each stage of the target but the last in a process of its own, with this many cores, in the Ray cluster at"
-    " $RAY_ADDRESS or in a local one.  [default: run all stages in one process]",
+    help="Run each stage of the target but the last in a process of its own, with this many cores, and a GPU if it is for"
+    " one, in the Ray cluster at $RAY_ADDRESS or in a local one.  [default: run all stages in one process]",
 )
 device = click.option(
     "--device",

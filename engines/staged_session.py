@@ -82,7 +82,7 @@ class StagedSession(Session):
         """
         super().__init__(stages[-1].device, whole)
         self.stages = list(stages)
-        self.skips_logits, self.overlaps = stages[-1].skips_logits, stages[0].overlaps
+        self.skips_logits, self.overlaps = stages[-1].skips_logits, stages[0].overlaps and self.device.synchronous
         devices = _different(stage.device for stage in stages)
         self.recordable = all(stage.recordable for stage in stages) and len({device.synchronous for device in devices}) == 1
         self.ragged = len(devices) == 1 and all(stage.ragged for stage in stages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -13,8 +13,10 @@ from typing import Self
 from outrider.backends.base import Engines
 from outrider.backends.open import open_engines, read_bundle
 from outrider.bundle.integrity import checking, unchanged
+from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.device import Engine
 from outrider.engines.session import Session
+from outrider.engines.sizes import Sizes
 from outrider.errors import EngineError, UsageError
 from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
@@ -109,8 +111,8 @@ class LoadedBundle:
             memory: of earlier requests, to draft from; it takes in the finished ones. None remembers nothing.
             checked: a file that keeps how the bundle was when its digests were right; those of its weights are not computed
                 again while it is the same. Whoever can write this file can pass off other weights.
-            stage_cores: run the target's stages but the last in other processes, each with this many cores, in the Ray cluster
-                at `RAY_ADDRESS` or in a new one on this machine. None runs all of them in this process.
+            stage_cores: run the target's stages but the last in other processes, each with this many cores and perhaps a GPU,
+                in the Ray cluster at `RAY_ADDRESS` or in a new one on this machine. None runs all of them in this process.
             stage_timeout: the most seconds of a pass through these, if less than two minutes.
 
         Raises:
@@ -128,9 +130,11 @@ class LoadedBundle:
                 )
             with checking(folder, manifest, progress, checked):
                 text = Text.load(folder, manifest, chat_template)
-                engines = open_engines(folder, manifest, build, device)
-                if stage_cores is not None:
-                    _use_ray(engines, stage_cores, device, stage_timeout)
+                if stage_cores is None:
+                    engines = open_engines(folder, manifest, build, device)
+                else:
+                    engines = _open_last(folder, manifest, build, device)
+                    engines.elsewhere = _ray_stages(stage_cores, device, stage_timeout)
                 loaded = cls(engines, text, slots, memory=memory)
             loaded.engines.prepare(loaded.sessions, progress)
             return loaded
@@ -256,13 +260,16 @@ class LoadedBundle:
         return rounds + sum(session.seconds for session in self.sessions.values())
 
 
-def _use_ray(engines: Engines, cores: int, device: str | None, timeout: float | None) -> None:
-    if not engines.build.stages:
+def _open_last(folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
+    """Return a bundle's engines on the device of its target's last stage."""
+    if not build.stages:
         raise UsageError("this bundle's target is in one piece", "build it with --stages 2, or leave --stage-cores out")
-    if engines.others:
-        raise UsageError("this bundle's stages are on devices of one process", "use --device cpu, or leave --stage-cores out")
+    return open_engines(folder, manifest, build, device or build.places[-1])
+
+
+def _ray_stages(cores: int, device: str | None, timeout: float | None) -> Callable[[Engines, Sequence[Sizes]], Session]:
     try:
         from outrider.backends.remote_stages import LEAST_PASSING, PASSING, RayStages
     except ImportError as error:
         raise EngineError(f"Ray cannot be imported: {error}", "pip install 'outrider[ray]'") from error
-    engines.elsewhere = RayStages(cores, device, min(max(timeout or PASSING, LEAST_PASSING), PASSING))
+    return RayStages(cores, device, min(max(timeout or PASSING, LEAST_PASSING), PASSING))

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from outrider.backends.base import Backend, Engines
+from outrider.backends.onnxruntime.backend import OnnxRuntimeBackend
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
 from outrider.backends.open import open_bundle
 from outrider.bundle.manifest import Build, Manifest
@@ -236,6 +238,18 @@ class DeferredEngines(OnnxRuntimeEngines):
     def sampler(self, name: str) -> Engine:
         limit = None if name == "logprobs" else self._most_candidates
         return DeferredEngine(super().sampler(name), self.device, limit)
+
+
+def opened(_: Backend, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
+    """In place of ONNX Runtime's `open`, where every GPU is such a device."""
+    if (device or build.device) == "cpu":
+        return OnnxRuntimeEngines(folder, manifest, build, Cpu())
+    return DeferredEngines(folder, manifest, build)
+
+
+def pretend() -> None:
+    """Let this process have such GPUs."""
+    OnnxRuntimeBackend.open = opened  # type: ignore[method-assign, assignment]
 
 
 def deferred(bundle: Path, max_candidates: int | None = None, slots: int = 1) -> Outrider:

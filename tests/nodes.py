@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,20 @@ DIES, RAISES, LATE = 1, 2, 3
 
 
 @contextmanager
-def ray_nodes(cores: int, others: int) -> Iterator[None]:
-    """A cluster with so many cores on the node of this process, and so many other nodes with a core each."""
+def ray_nodes(cores: int, others: int, gpus: int = 0, setup: Callable[[], None] | None = None) -> Iterator[None]:
+    """A cluster with so many cores on the node of this process, and so many other nodes with a core each and perhaps GPUs.
+
+    `setup` runs first in each process of an actor.
+    """
     size = {"object_store_memory": 100 << 20}
     head = {"num_cpus": cores, "include_dashboard": False, "_system_config": {"max_direct_call_object_size": INLINE}}
     cluster = Cluster(initialize_head=True, head_node_args=size | head)
     try:
         for _ in range(others):
-            cluster.add_node(num_cpus=1, **size)
+            cluster.add_node(num_cpus=1, num_gpus=gpus, **size)
         cluster.wait_for_nodes()
-        ray.init(address=cluster.address, log_to_driver=False)
+        environment = {} if setup is None else {"worker_process_setup_hook": setup}
+        ray.init(address=cluster.address, log_to_driver=False, runtime_env=environment)
         yield
     finally:
         ray.shutdown()

@@ -150,6 +150,7 @@ class OnnxRuntimeEngines(GraphEngines):
         session = super().session(role, batch)
         if role == "target":
             on_cpu = {isinstance(each.device, Cpu) for each in (self, *self.others.values())}  # of its stages
+            on_cpu |= {place == "cpu" for place in self.build.places if self.elsewhere}
             rounded = self.manifest.models[role].quantization is not None
             if (True in on_cpu and rounded and lone_rows_differ(session)) or (False in on_cpu and lone_rows_vary(session)):
                 session.pair_lone_rows()

@@ -22,7 +22,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,7 @@ class Scale:
     slots: int  # requests that a replica runs at once
     cpus: int | None  # cores per replica; None is as many as possible with the maximum number of replicas
     gpus: int
-    stages: Sequence[int] = ()  # cores of each stage of its target that runs in a process of its own
+    stages: Sequence[Mapping[str, int]] = ()  # resources of each stage of its target that runs in a process of its own
 
 
 def application(settings: Settings, scale: Scale, cpus: int, drain: float) -> Any:
@@ -100,7 +100,7 @@ def application(settings: Settings, scale: Scale, cpus: int, drain: float) -> An
             )
         }
     if scale.stages:  # a replica gets room for all of its stages or waits: else two could take what one needs
-        bundles = [{"CPU": cpus} | ({"GPU": scale.gpus} if scale.gpus else {}), *({"CPU": cores} for cores in scale.stages)]
+        bundles = [{"CPU": cpus} | ({"GPU": scale.gpus} if scale.gpus else {}), *scale.stages]
         number |= {"placement_group_bundles": bundles, "placement_group_strategy": "SPREAD"}
     replica = serve.deployment(
         Replica,
@@ -149,7 +149,8 @@ def run(settings: Settings, scale: Scale, host: str, port: int, drain: int) -> N
     local = connect()
     try:
         available, replicas, cpus = max_cores(scale.replicas[1]), scale.replicas[1], scale.cpus or 1
-        staged, each = sum(scale.stages), f"{cpus}" + (f" and {sum(scale.stages)} for stages" if scale.stages else "")
+        staged = sum(each["CPU"] for each in scale.stages)
+        each = f"{cpus}" + (f" and {staged} for stages" if staged else "")
         if local and (cpus > available or (staged and replicas * (cpus + staged) > max_cores(1))):  # another cluster may grow
             raise UsageError(
                 f"this machine has too few cores for {replicas} replicas with {each} each", "ask for fewer, or set RAY_ADDRESS"

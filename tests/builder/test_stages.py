@@ -23,8 +23,8 @@ from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.device import Cpu
 from outrider.engines.session import Session
 from outrider.engines.sizes import Sizes
-from outrider.errors import DeviceError, FolderError, UsageError
-from outrider.runtime.generation import Outrider
+from outrider.errors import DeviceError, FolderError
+from outrider.serve.cluster import cluster
 from outrider.tests.support import bench_once, build, run_here
 
 
@@ -133,8 +133,6 @@ def test_each_stage_is_opened_on_its_device_and_the_rest_on_the_last_ones(
     assert unrounded
     assert models[2:] == [exact.others["cuda:0"], exact]
     assert not {*models[2:]} & {*models[:2]}
-    with pytest.raises(UsageError, match="stages are on devices of one process"):
-        Outrider.load(placed, stage_cores=1)
     opened.clear()
     assert open_engines(placed, manifest, made, "cpu").others == {}  # one device for all, if the user wants one
     assert [*opened] == ["cpu"]
@@ -150,6 +148,17 @@ def test_a_bundle_shows_the_devices_of_its_stages_and_forgets_them_with_another_
     made = read_manifest(bundle).build
     assert made is not None
     assert (made.device, [stage.device for stage in made.stages]) == ("cpu", [None, None])
+
+
+def test_replicas_ask_for_the_gpus_of_their_stages(placed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the last one in use, and one more for each stage in a process of its own."""
+    scales = list[cluster.Scale]()
+    monkeypatch.setattr(cluster, "run", lambda _, scale, *others: scales.append(scale))
+    monkeypatch.setattr("outrider.serve.log.log_as_json", lambda: None)
+    for options in ((), ("--stage-cores", "3"), ("--stage-cores", "3", "--device", "cpu")):
+        assert run_here("serve", placed, "--ray", *options).returncode == 0
+    asked = [(each.cpus, each.gpus, each.stages) for each in scales]
+    assert asked == [(1, 2, []), (1, 2, [{"CPU": 3, "GPU": 1}]), (1, 0, [{"CPU": 3}])]
 
 
 def test_a_machine_without_the_gpus_says_so(placed: Path) -> None:

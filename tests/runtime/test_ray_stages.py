@@ -28,7 +28,7 @@ from outrider.backends.stage_chain import Chain, Sent
 from outrider.backends.stage_host import Crossing, PassedOn
 from outrider.engines.device import Cpu
 from outrider.engines.staged_session import StagedSession
-from outrider.errors import EngineError, StageError, UsageError
+from outrider.errors import EngineError, StageError
 from outrider.experiments.measure.__main__ import main
 from outrider.export.pair import export_pair
 from outrider.runtime.request import Event, Request
@@ -36,7 +36,6 @@ from outrider.runtime.scheduler import Scheduler
 from outrider.serve.deliveries import Result
 from outrider.serve.engine import EngineThread, NotReadyError
 from outrider.serve.metrics import Metrics
-from outrider.tests.deferred import DeferredEngines
 from outrider.tests.nodes import hosts, ray_nodes
 from outrider.tests.runtime.stages import SLOTS, alone, at_once, loaded, results, together
 from outrider.tests.support import ROOT, Made, build
@@ -307,14 +306,3 @@ def test_another_bundle_or_release_is_refused(
     shutil.copytree(other, bundle)
     with pytest.raises(EngineError, match="its machine has another bundle at"):
         opened.session("target", 1)
-
-
-@over_nodes
-def test_stages_on_another_device_and_targets_in_one_piece_are_refused(bundles: Made[Bundles]) -> None:
-    whole, staged = bundles["pair"]
-    with pytest.raises(UsageError, match="in one piece"):
-        Outrider.load(whole, stage_cores=1)
-    deferred = DeferredEngines(staged, *open_bundle(staged))
-    deferred.elsewhere = RayStages()
-    with pytest.raises(UsageError, match="on CPUs only"):
-        deferred.session("target", 1)

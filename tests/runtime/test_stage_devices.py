@@ -9,12 +9,16 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from outrider.backends.base import Backend, Engines
+from outrider.backends.onnxruntime.backend import OnnxRuntimeBackend
+from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.device import Cpu
 from outrider.engines.staged_session import StagedSession
-from outrider.errors import EngineError
+from outrider.errors import EngineError, UsageError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
-from outrider.tests.deferred import Deferred, deferred
+from outrider.tests.deferred import Deferred, deferred, opened
+from outrider.tests.runtime.local_stages import LocalStages
 from outrider.tests.runtime.stages import CAPACITY, CHUNK, SLOTS, K, alone, results, together
 from outrider.tests.support import ROOT, Made, build
 
@@ -121,6 +125,36 @@ def test_rounds_of_several_gpus_are_one_recording(loaded: Made[Both]) -> None:
         gpus = isinstance(first, Deferred)
         assert bool(staged.rounds.recorder.recorded) == bool(last.replayed) == gpus
         assert not isinstance(first, Deferred) or first.recorded == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [(QUICK[0], ["cuda"]), pytest.param("three GPUs", ["cuda", "cuda"], marks=pytest.mark.slow)]
+    + [pytest.param(name, [PLACES[name].devices[0].partition(":")[0]], marks=pytest.mark.slow) for name in list(PLACES)[-2:]],
+)
+def test_stages_in_other_processes_have_a_gpu_each(
+    loaded: Made[Both], name: str, others: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here without processes; with them in test_ray_gpus.py, which is slow. What crosses is copied through the host."""
+    whole, staged = loaded[name]
+    asked = list[str | None]()
+
+    def noted(backend: Backend, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
+        asked.append(device)
+        return opened(backend, folder, manifest, build, device)
+
+    monkeypatch.setattr(OnnxRuntimeBackend, "open", noted)
+    monkeypatch.setattr("outrider.backends.remote_stages.RayStages", lambda *_: LocalStages())
+    actors = Outrider.load(staged.engines.folder, slots=None, stage_cores=1)
+    assert asked == [PLACES[name].devices[-1], *others]
+    for k in (0, 4, "auto"):
+        assert alone(actors, k, None, 12) == alone(whole, 0, None, 12)
+    assert together(actors, "auto") == together(whole, 0)
+
+
+def test_a_target_in_one_piece_has_no_stages_for_other_processes(loaded: Made[Both]) -> None:
+    with pytest.raises(UsageError, match="in one piece"):
+        Outrider.load(loaded[QUICK[0]][0].engines.folder, stage_cores=1)
 
 
 def test_each_device_needs_memory_for_its_own_stages_only(loaded: Made[Both], monkeypatch: pytest.MonkeyPatch) -> None:
