@@ -10,6 +10,7 @@ requests.
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -146,15 +147,17 @@ class Chain:
             if self._graph is not None:
                 found = self._graph.execute(message)
             else:
+                found = pickle.dumps(message)
                 for actor in self._actors:
-                    found = actor.run.remote(found)
+                    found = actor.call.remote(found)
         return Sent(self._passes, found)
 
     def receive(self, sent: Sent) -> PassedOn:
         """Wait for a pass, and return what the last stage gives. Errors are those of `send`."""
         number, found = sent
         with self._watched(number):
-            found = ray.get(found, timeout=self._timeout) if self._graph is None else found.get(self._timeout)
+            called = self._graph is None
+            found = pickle.loads(ray.get(found, timeout=self._timeout)) if called else found.get(self._timeout)
         given: PassedOn = found.given
         return given
 
