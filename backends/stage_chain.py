@@ -14,13 +14,13 @@ import pickle
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
 import ray
 from ray.dag import InputNode
-from ray.exceptions import GetTimeoutError, RayChannelTimeoutError, RayError, RayTaskError
+from ray.exceptions import ActorHandleNotFoundError, GetTimeoutError, RayChannelTimeoutError, RayError, RayTaskError
 from ray.experimental.channel.shared_memory_channel import CompositeChannel, SharedMemoryType
 
 from outrider.backends.stage_host import AGAIN, Call, Crossing, PassedOn
@@ -80,7 +80,8 @@ def _graph(actors: Sequence[Any], timeout: float) -> Any:
 def _end(actors: Sequence[Any]) -> None:
     if ray.is_initialized():
         for actor in actors:
-            ray.kill(actor)
+            with suppress(ActorHandleNotFoundError):  # it has ended with an earlier cluster of this process
+                ray.kill(actor)
 
 
 class Sent(NamedTuple):
