@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from outrider.backends.build_spec import BuildSpec
 from outrider.backends.option import Option
 from outrider.bundle.decoding import damaged
-from outrider.bundle.integrity import check_files
 from outrider.bundle.manifest import (
     READS_FEATURES,
     ROLES,
@@ -21,22 +19,18 @@ from outrider.bundle.manifest import (
     WEIGHTS,
     Build,
     Manifest,
-    graph_files,
     round_rows,
     step_file,
 )
-from outrider.engines.contract import Stage, recent_rows, window_buckets
+from outrider.engines.contract import Stage, recent_rows
 from outrider.engines.device import Cpu, Device, Engine
 from outrider.engines.graph_session import GraphSession
 from outrider.engines.samplers import DRAFT_SAMPLERS, MARKOV
 from outrider.engines.session import Session
 from outrider.engines.sizes import Sizes
 from outrider.engines.staged_session import StagedSession, check_stages
-from outrider.errors import EngineError, FolderError
+from outrider.errors import EngineError
 from outrider.progress import Progress
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 class Engines(ABC):
@@ -140,77 +134,6 @@ class GraphEngines(Engines):
         return GraphSession(self.device, self.step_model(role, sizes.stage), self.manifest.models[role].precision, sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class BuildSpec:
-    """The arguments of `build-engine`, checked against the models."""
-
-    source: Path  # the export
-    manifest: Manifest  # of the export
-    output: Path  # the bundle, for messages only: it is written under another name first
-    k: list[int]  # ascending
-    capacity: int
-    batch: int
-    max_prompt_chunk: int
-    device: str | None = None  # one of the backend's `devices`
-    options: Mapping[str, Any] = field(default_factory=dict)  # the given ones of the backend's `options`
-    ends: Sequence[int] = ()  # of the target's stages, each as a number of layers; empty if it is not cut
-    parts: Sequence[ir.Model] = ()  # their graphs
-    stage_devices: Sequence[str] = ()  # of the stages; empty if all are on `device`
-
-    def result(self, backend: Backend, version: str, device: str, **fields: Any) -> Build:
-        """Return the manifest's `Build`, without measurements.
-
-        Args:
-            version: the release of the backend's package.
-            device: the device that the engines are built on or for.
-            fields: more fields of `Build`.
-        """
-        return Build(
-            backend=backend.name,
-            backend_version=version,
-            device=device,
-            k=self.k,
-            capacity=self.capacity,
-            batch=self.batch,
-            max_prompt_chunk=self.max_prompt_chunk,
-            windows=window_buckets(self.capacity),
-            **fields,
-        )
-
-    def stages(self, device: str) -> list[Stage]:
-        """Return the stages of the target for a device; empty if it is not cut."""
-        if not self.ends:
-            return []
-        from outrider.backends.rewriting.parts import stages_of
-
-        return stages_of(self.parts, self.ends, self.stage_devices or [device])
-
-    def copy_except(self, engines: Iterable[str], folder: Path, progress: Progress, *, growth: int = 1) -> None:
-        """Check every file of the export, and copy into `folder` all but the files of these `ENGINES`.
-
-        Args:
-            growth: the size of the whole bundle as a multiple of the export's, so that a full disk is reported before minutes
-                of work.
-
-        Raises:
-            FolderError: the export is damaged, or the disk has too little room.
-        """
-        check_files(self.source, self.manifest, progress)
-        built = {file for name in engines for file in graph_files(name)}
-        size = growth * sum(entry.size for entry in self.manifest.files.values())
-        free = shutil.disk_usage(folder).free
-        if size > free:
-            raise FolderError(
-                f"no room to write {self.output}: it takes {size:,} bytes, and {free:,} are free", "free some disk space"
-            )
-        entries = {name: entry for name, entry in self.manifest.files.items() if name not in built}
-        progress.stage("copying from the export", sum(entry.size for entry in entries.values()))
-        for name, entry in entries.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self.source / name, folder / name)
-            progress.advance(entry.size)
-
-
 class Backend(ABC):
     """One way to build a bundle's engines and to run them.
 
@@ -269,9 +192,11 @@ class Backend(ABC):
         """
         if build.stages and not self.cuts:
             raise damaged(f"it has stages, and {self.name} runs none - at `$.build.stages`")
-        for place in {stage.device for stage in build.stages} - {None}:
-            if not self.has(str(place)):
+        for stage, place in zip(build.stages, build.places, strict=False):
+            if stage.device is not None and not self.has(stage.device):
                 raise damaged(f"{self.name} has no device {place!r} for stages - at `$.build.stages`")
+            if stage.threads is not None and place != "cpu":
+                raise damaged(f"{place} has no threads - at `$.build.stages`")
         whole = [name for name in manifest.engines if not build.stages_of(name)]
         required = {TOKENIZER, *(file for name in whole for file in self.engine_files(name))}
         required |= {each for stage in build.stages for path in [step_file("target", stage)] for each in (path, path + WEIGHTS)}

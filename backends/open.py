@@ -39,7 +39,7 @@ def open_engines(folder: Path, manifest: Manifest, build: Build, device: str | N
 
     Args:
         device: one of the backend's `devices`, for all engines; None is what the bundle was built for, which may be another
-            device for each stage.
+            device, and another number of threads, for each stage.
 
     Raises:
         UsageError: the backend does not run on that device.
@@ -47,8 +47,19 @@ def open_engines(folder: Path, manifest: Manifest, build: Build, device: str | N
     """
     backend = registry.get(build.backend)
     if device is not None or not build.stages:
-        return backend.open(folder, manifest, build, device)
+        return backend.open(folder, manifest, build.in_one_place, device)
     *places, last = build.places
     engines = backend.open(folder, manifest, build, last)
     engines.others = {place: backend.open(folder, manifest, build, place) for place in {*places} - {last}}
     return engines
+
+
+def open_stage(folder: Path, manifest: Manifest, build: Build, index: int, device: str | None = None) -> Engines:
+    """Return the engines that one stage of the target needs in a process of its own, whose GPU is the first that it sees.
+
+    Args:
+        index: of the stage.
+        device: see `open_engines`, as are the errors.
+    """
+    build = build if device is None else build.in_one_place
+    return registry.get(build.backend).open(folder, manifest, build, (device or build.places[index]).partition(":")[0])

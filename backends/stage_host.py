@@ -16,7 +16,7 @@ from cachetools import LRUCache
 from ray.dag import DAGContext
 
 import outrider
-from outrider.backends.open import open_engines, read_bundle
+from outrider.backends.open import open_stage, read_bundle
 from outrider.bundle.integrity import check_file, unchanged
 from outrider.bundle.manifest import WEIGHTS, Manifest, step_file
 from outrider.engines.arrays import Int64s
@@ -116,8 +116,8 @@ class StageHost:
         files = [step_file("target", each) for each in build.stages[: index + 1]]  # a stage may use weights of earlier ones
         for name in (files[-1], *(file + WEIGHTS for file in files)):
             check_file(place, name, manifest.files[name], SILENT)
-        engines = open_engines(place, manifest, build, (device or build.places[index]).partition(":")[0])
-        sizes = engines.sizes("target", batch).of(build.stages[index])
+        engines = open_stage(place, manifest, build, index, device)
+        sizes = engines.sizes("target", batch).of(engines.build.stages[index])
         self._session = engines.model("target", sizes)
         self._stage, self._device = build.stages[index], engines.device
         self._boundary = boundary_buffers(self._device, [*self._stage.takes, *self._stage.gives], sizes)

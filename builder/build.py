@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 
 from outrider.backends import registry
-from outrider.backends.base import Backend, BuildSpec, check_costs
+from outrider.backends.base import Backend, check_costs
+from outrider.backends.build_spec import BuildSpec
 from outrider.backends.open import open_bundle, open_engines
 from outrider.builder.acceptance import measure_acceptance
 from outrider.builder.defaults import backends, longest
 from outrider.builder.passes import measure
-from outrider.builder.stages import check_devices, cut_target
+from outrider.builder.stages import check_places, cut_target, stage_place
 from outrider.bundle.folder import digest_all, read_manifest, staged, write_whole
 from outrider.bundle.integrity import check_file, unchanged
 from outrider.bundle.manifest import MANIFEST, Build, Manifest, model_file
@@ -60,7 +61,7 @@ def build_engine(
         device: where to measure, one of the backend's `devices`; None is the backend's default.
         options: values for the backend's `options`, by name.
         stages: into how many stages to cut the target, or the layers of each, such as "0-13,14-27"; None does not cut it.
-        stage_devices: of each stage, such as "cuda:1", in place of `device`; empty if all are on one.
+        stage_devices: of each stage, such as "cuda:1" or "cpu:threads=4", in place of `device`; empty if all are on one.
         measured: a build to take costs and acceptance from, so that no engine runs; None measures here.
 
     Raises:
@@ -75,9 +76,11 @@ def build_engine(
     max_prompt_chunk = min(DEFAULT_CHUNK, capacity) if max_prompt_chunk is None else max_prompt_chunk
     if stage_devices and device is not None:
         raise UsageError("--device and --stage-device both say where the target runs", "leave --device out")
-    if stage_devices:
-        device = stage_devices[-1].partition(":")[0]
-    *preferred, last = _backends(backend, manifest, [device] if device and not stage_devices else stage_devices)
+    places = [*map(stage_place, stage_devices)]
+    devices = [each.device for each in places]
+    if places:
+        device = devices[-1].partition(":")[0]
+    *preferred, last = _backends(backend, manifest, [device] if device and not places else devices)
     spec = BuildSpec(source, manifest, output, sorted(set(k)), capacity, batch, max_prompt_chunk, device, options)
     _check_sizes(spec)
     if stages is not None:
@@ -85,11 +88,12 @@ def build_engine(
         graph = model_file("target")
         with unchanged(source) as intact:
             check_file(intact, graph, manifest.files[graph], SILENT)  # before anything in it is believed
-            cut = cut_target(stages, intact, {device, *stage_devices} <= {None, "cpu"})
+            cut = cut_target(stages, intact, {device, *devices} <= {None, "cpu"})
         spec = replace(spec, ends=cut.ends, parts=cut.parts)
-    if stage_devices:
-        check_devices(stage_devices, spec.ends)
-        spec = replace(spec, stage_devices=[] if {*stage_devices} == {"cpu"} else stage_devices)
+    if places:
+        check_places(places, spec.ends)
+        threads = [each.threads for each in places]
+        spec = replace(spec, stage_devices=[] if {*devices} == {"cpu"} else devices, stage_threads=threads)
     if measured is not None:
         _check_measured(measured, spec)
     for role, model in manifest.models.items():
@@ -113,9 +117,9 @@ def _build(backend: Backend, spec: BuildSpec, measured: Build | None, progress: 
     _check_options(backend, spec.options)
     _check_device(backend, spec.device)
     if wrong := [each for each in spec.stage_devices if not backend.has(each)]:
-        numbers = [f"{kind}:0" for kind in backend.numbered]
+        known = [*backend.devices, *(f"{kind}:0" for kind in backend.numbered)]
         raise UsageError(
-            f"{backend.name} has no device {wrong[0]!r} for stages", f"use {' or '.join([*backend.devices, *numbers])}"
+            f"{backend.name} has no device {wrong[0]!r} for stages", f"use {', '.join(known)}, or cpu:threads=4 for 4 threads"
         )
     spec = replace(spec, stage_devices=[f"{each}:0" if each in backend.numbered else each for each in spec.stage_devices])
     with staged(spec.output) as folder:
@@ -156,8 +160,7 @@ def calibrate(bundle: Path, progress: Progress = SILENT, device: str | None = No
         manifest, build = open_bundle(folder, progress)
         if device is not None:
             _check_device(registry.get(build.backend), device)
-            stages = [msgspec.structs.replace(stage, device=None) for stage in build.stages]
-            build = msgspec.structs.replace(build, device=device, stages=stages)
+            build = msgspec.structs.replace(build.in_one_place, device=device)
         sealed = msgspec.structs.replace(manifest, build=_measured(folder, manifest, build, progress, quickly=False))
     write_whole(folder / MANIFEST, sealed.encode())
     return sealed

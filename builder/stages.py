@@ -15,6 +15,7 @@ from outrider.errors import EngineError, UsageError
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+THREADS = re.compile(r"cpu:threads=([1-9]\d{0,3})")
 SPAN = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 EXAMPLE = "use --stages 2, or --stages 0-13,14-27 to name the layers of each stage"
 
@@ -24,6 +25,19 @@ class Cut(NamedTuple):
 
     ends: list[int]  # of the stages, each as the number of layers up to there
     parts: list[ir.Model]  # the graph of each
+
+
+class StagePlace(NamedTuple):
+    """Where a stage runs."""
+
+    device: str
+    threads: int | None = None  # None is as many as its process may use
+
+
+def stage_place(wanted: str) -> StagePlace:
+    """Return what one word of --stage-device asks for; whether a backend has the device is checked later."""
+    found = THREADS.fullmatch(wanted)
+    return StagePlace(wanted) if found is None else StagePlace("cpu", int(found[1]))
 
 
 def cut_target(wanted: str, export: Path, on_cpu: bool) -> Cut:
@@ -66,15 +80,15 @@ def cut_target(wanted: str, export: Path, on_cpu: bool) -> Cut:
     return Cut(ends, cut(model, ends))
 
 
-def check_devices(devices: Sequence[str], ends: Sequence[int]) -> None:
-    """Check that there is a device for each stage.
+def check_places(places: Sequence[StagePlace], ends: Sequence[int]) -> None:
+    """Check that there is a place for each stage.
 
     Raises:
         UsageError: there is not.
     """
-    if len(devices) != len(ends):
+    if len(places) != len(ends):
         raise UsageError(
-            f"--stage-device names {len(devices)} devices, and the target has {len(ends) or 'no'} stages",
+            f"--stage-device names {len(places)} devices, and the target has {len(ends) or 'no'} stages",
             "name one for each: --stages 2 --stage-device cuda:0,cuda:1",
         )
 

@@ -188,6 +188,22 @@ class Build(Struct, frozen=True):
         """Return the device of each stage of the target, in order; that of the bundle if it is not cut."""
         return [stage.device or self.device for stage in self.stages] or [self.device]
 
+    @property
+    def limits_threads(self) -> bool:
+        """Return whether a stage of the target has a number of threads."""
+        return any(stage.threads for stage in self.stages)
+
+    def threads(self, stage: Stage | None) -> int | None:
+        """Return the threads of a stage, or of what runs beside the last one; None is as many as the process may use."""
+        at = stage or (self.stages[-1] if self.stages else None)
+        return None if at is None else at.threads
+
+    @property
+    def in_one_place(self) -> Build:
+        """Return the build without devices and threads of its own for each stage."""
+        stages = [msgspec.structs.replace(stage, device=None, threads=None) for stage in self.stages]
+        return msgspec.structs.replace(self, stages=stages)
+
     def stages_of(self, role: str) -> list[Stage]:
         """Return the stages of one of `ROLES`; empty if it is not cut."""
         return self.stages if role == "target" else []

@@ -231,7 +231,11 @@ def _add_build(table: Any, manifest: Manifest, build: Build) -> None:
     for number, stage in enumerate(build.stages, 1):
         cache = sum(cache_bytes(manifest.models["target"], build.capacity, build.k, reads_features=False, stage=stage))
         cell = f"{stage.bytes:,} bytes of weights, {cache:,} bytes of cache per sequence"
-        cell += "" if stage.device is None else f", on {stage.device}"
+        place = [
+            *([stage.device] if stage.device else []),
+            *([f"{stage.threads} thread{'s' * (stage.threads > 1)}"] if stage.threads else []),
+        ]
+        cell += f", on {', '.join(place)}" if place else ""
         table.add_row("stage {}, layers {}-{}".format(number, *stage.layers), cell)
     table.add_row("max prompt chunk", str(build.max_prompt_chunk))
     table.add_row("windows", ", ".join(str(window) for window in build.windows))

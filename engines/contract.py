@@ -48,7 +48,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -102,6 +102,7 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     takes: list[Tensor]  # what the stage before gives; the first takes nothing
     gives: list[Tensor]  # the last gives only logits
     device: str | None = None  # such as cuda:1; None is that of the bundle
+    threads: Annotated[int, msgspec.Meta(ge=1)] | None = None  # on a CPU; None is as many as its process may use
 
 
 def sized(shape: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int, ...]:

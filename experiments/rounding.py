@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from outrider.backends.onnxruntime.engine import CPU, session_options
+from outrider.backends.onnxruntime.engine import CPU
+from outrider.backends.onnxruntime.pool import session_options
 from outrider.backends.rewriting.matching import MICROSOFT
 from outrider.builder.workloads import load
 from outrider.export import heldout

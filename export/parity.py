@@ -16,9 +16,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from outrider.backends.onnxruntime.engine import ACCURACY, CPU, session_options
+from outrider.backends.onnxruntime.engine import ACCURACY, CPU
 from outrider.backends.onnxruntime.fusion.products import with_block_products
 from outrider.backends.onnxruntime.package import first_line
+from outrider.backends.onnxruntime.pool import session_options
 from outrider.bundle.manifest import WEIGHTS, Parity
 from outrider.engines.arrays import Floats
 from outrider.engines.contract import (

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.backends.base import Backend, BuildSpec, Engines, import_package
+from outrider.backends.base import Backend, Engines, import_package
+from outrider.backends.build_spec import BuildSpec
 from outrider.backends.onnxruntime.package import EXTRA, MASK_FREE
 from outrider.bundle.manifest import Build, Manifest, Model, graph_files
 from outrider.engines.device import Cpu, Device
 from outrider.engines.precisions import BATCH_INVARIANT_BLOCK, PRECISIONS
+from outrider.engines.threads import thread_count
 from outrider.errors import OutriderWarning, UsageError
 from outrider.progress import Progress
 
@@ -29,9 +31,12 @@ class OnnxRuntimeBackend(Backend):
         """Copy the export, with fused graphs that compute the same in place of its own; see `Backend.build`."""
         version = import_package("onnxruntime", EXTRA).__version__
         device = spec.device or self.devices[0]
-        build = spec.result(self, version, device, stages=spec.stages(device))
+        build = spec.result(self.name, version, device, stages=spec.stages(device))
         if build.device == "cpu":
             _check_block(spec.manifest.models["target"])
+        from outrider.backends.onnxruntime.pool import create_pool
+
+        create_pool(thread_count(), shared=not build.limits_threads)  # before graphs are optimized
         spec.copy_except(spec.manifest.roles, folder, progress)
         from outrider.backends.onnxruntime.fuse_bundle import fuse_bundle
 
@@ -45,7 +50,15 @@ class OnnxRuntimeBackend(Backend):
             raise UsageError("this bundle's graphs are fused for the CPU", "build the export again with --device cuda")
         import_package("onnxruntime", EXTRA)
         from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
+        from outrider.backends.onnxruntime.pool import create_pool
 
+        if build.limits_threads and create_pool(thread_count(), shared=False):
+            warnings.warn(
+                f"all stages have {thread_count()} threads, because this process has opened a bundle without --stage-device"
+                " threads before; open it in a process of its own",
+                OutriderWarning,
+                stacklevel=2,
+            )
         return OnnxRuntimeEngines(folder, manifest, build, _device(device))
 
     def engine_files(self, name: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import onnxruntime
 
 from outrider.backends.base import Engines, GraphEngines
 from outrider.backends.mapped import page_out
+from outrider.backends.onnxruntime import pool
 from outrider.backends.onnxruntime.cuda_graphs import CudaGraphs
 from outrider.backends.onnxruntime.lone_rows import lone_rows_differ, lone_rows_vary
 from outrider.backends.onnxruntime.package import first_line
@@ -37,28 +38,6 @@ ACCURACY = "session.qdq_matmulnbits_accuracy_level"  # 1 keeps activations in fp
 LARGE = 2**31  # bytes of weights that leave memory scarce, so that it is not held by what a second load would find there
 UNUSED_POSITIONS = 2  # the most rows that attention writes for a slot without a sequence
 
-_has_pool = False
-
-
-def create_pool(threads: int) -> None:
-    """Create the thread pool that all sessions of this process share, unless it exists.
-
-    Draft and target take turns. If each had a spinning pool, they would compete for the cores. ONNX Runtime has one shared pool
-    per process, which cannot be replaced, and then refuses sessions that ask for their own pool.
-    """
-    global _has_pool
-    if not _has_pool:
-        onnxruntime.set_global_thread_pool_sizes(threads, 1)
-        _has_pool = True
-
-
-def session_options() -> Any:
-    """Return new session options that use the shared pool."""
-    create_pool(thread_count())
-    options = onnxruntime.SessionOptions()
-    options.use_per_session_threads = False
-    return options
-
 
 def optimize(path: Path, output: Path) -> None:
     """Save the graph at `path` after ONNX Runtime's optimizations, so that loading does not repeat them.
@@ -68,7 +47,7 @@ def optimize(path: Path, output: Path) -> None:
     Raises:
         EngineError: ONNX Runtime refuses the graph.
     """
-    options = session_options()
+    options = pool.session_options()
     options.optimized_model_filepath = str(output)
     options.log_severity_level = 3  # it warns that the graph is specific to this machine, which applies only to convolutions
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", output.name + WEIGHTS)
@@ -77,17 +56,20 @@ def optimize(path: Path, output: Path) -> None:
     _session(path, options, [CPU])
 
 
-def inference_session(path: Path, device: Device, *, record_placement: bool = False, rounds: bool = True) -> Any:
+def inference_session(
+    path: Path, device: Device, *, record_placement: bool = False, rounds: bool = True, threads: int | None = None
+) -> Any:
     """Return a session of ONNX Runtime on a device. On CUDA it can record its runs, if the graph allows it.
 
     Args:
         record_placement: whether to collect data for `get_provider_graph_assignment_info`.
         rounds: whether products with quantized weights may round activations on the CPU.
+        threads: see `session_options`.
 
     Raises:
         EngineError: ONNX Runtime refuses the graph, or does not start CUDA.
     """
-    options = session_options()
+    options = pool.session_options(threads)
     if not rounds:
         options.add_session_config_entry(ACCURACY, "1")
     if record_placement:
@@ -130,7 +112,7 @@ class OnnxRuntimeEngines(GraphEngines):
             rounds: whether products on the CPU may round activations, unless the graph specifies it.
         """
         super().__init__(folder, manifest, build, device)
-        create_pool(thread_count())  # before sessions are loaded by several threads
+        pool.create_pool(thread_count(), shared=not build.limits_threads)  # before sessions are loaded by several threads
         self._rounds = rounds
 
     def unrounded(self) -> Engines | None:
@@ -161,7 +143,8 @@ class OnnxRuntimeEngines(GraphEngines):
 
     def _engine(self, file: str, name: str, batch: int = 1, stage: Stage | None = None) -> OnnxRuntimeEngine:
         inputs, outputs = engine_tensors(self.manifest, name, stage)
-        return OnnxRuntimeEngine(self.folder / file, [*inputs, *outputs], self.device, batch, self._rounds)
+        tensors, threads = [*inputs, *outputs], self.build.threads(stage)
+        return OnnxRuntimeEngine(self.folder / file, tensors, self.device, batch, self._rounds, threads)
 
 
 class OnnxRuntimeEngine(Engine):
@@ -169,16 +152,25 @@ class OnnxRuntimeEngine(Engine):
 
     spare_slots = 1  # fused attention may write a padding row there
 
-    def __init__(self, path: Path, tensors: Iterable[Tensor], device: Device, batch: int = 1, rounds: bool = True):
+    def __init__(
+        self,
+        path: Path,
+        tensors: Iterable[Tensor],
+        device: Device,
+        batch: int = 1,
+        rounds: bool = True,
+        threads: int | None = None,
+    ):
         """Load `path`, a graph for up to `batch` sequences, which must have exactly these inputs and outputs.
 
         Args:
             rounds: whether products with quantized weights may round activations, unless the graph specifies it.
+            threads: see `session_options`.
 
         Raises:
             EngineError: ONNX Runtime refuses the graph, or it has other tensors.
         """
-        self._session = inference_session(path, device, rounds=rounds)
+        self._session = inference_session(path, device, rounds=rounds, threads=threads)
         if (weights := path.with_name(path.name + WEIGHTS)).exists() and weights.stat().st_size >= LARGE:
             page_out(path)  # products have packed copies of most weights
         self._graphs: CudaGraphs | None = None

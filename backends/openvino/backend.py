@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.backends.base import Backend, BuildSpec, Engines, import_package
+from outrider.backends.base import Backend, Engines, import_package
+from outrider.backends.build_spec import BuildSpec
 from outrider.bundle.manifest import Build, Manifest, graph_files, model_file
 from outrider.errors import EngineError, UsageError, reason_of
 from outrider.progress import Progress
@@ -36,7 +37,7 @@ class OpenVinoBackend(Backend):
         except ImportError as error:
             raise EngineError(f"cannot rewrite the graphs: {error}", "pip install 'outrider[openvino,build]'") from error
         manifest, device = spec.manifest, spec.device or DEVICES[0]
-        build = spec.result(self, version, device, stages=spec.stages(device))
+        build = spec.result(self.name, version, device, stages=spec.stages(device))
         spec.copy_except(manifest.roles, folder, progress)
         rewrites = {}
         for role in manifest.roles:

@@ -35,7 +35,7 @@ CAPABILITIES = {"f32": "FP32", "f16": "FP16", "bf16": "BF16"}  # each type's nam
 
 
 @contextmanager
-def compiling(path: Path, device: str, precision: str, group: int = 0) -> Iterator[Any]:
+def compiling(path: Path, device: str, precision: str, group: int = 0, threads: int | None = None) -> Iterator[Any]:
     """Yield the model at `path`, which `rewrite` wrote, compiled for a device.
 
     In the block, kernels copy the mapped weights into their own layout. Meanwhile a thread repeatedly releases the mapping's
@@ -45,13 +45,14 @@ def compiling(path: Path, device: str, precision: str, group: int = 0) -> Iterat
         device: "cpu", "gpu" or "npu".
         precision: key of `PRECISIONS`.
         group: in products with quantized weights, activations per scale when they are rounded to int8; 0 does not round.
+        threads: at most so many on a CPU; None is as many as the process may use.
 
     Raises:
         DeviceError: this machine does not have the device.
         EngineError: this OpenVINO refuses the model, or there is no memory for it.
     """
     with translated(f"cannot load {path}"):
-        settings = _settings(device, precision, group)
+        settings = _settings(device, precision, group, threads)
         with _reading:
             before = mapped(path)
             graph = _core().read_model(path)
@@ -96,7 +97,7 @@ def _devices() -> list[str]:
     return subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True).stdout.split()
 
 
-def _settings(device: str, precision: str, group: int) -> dict[str, Any]:
+def _settings(device: str, precision: str, group: int, threads: int | None) -> dict[str, Any]:
     """Return the settings to compile a model with.
 
     Raises:
@@ -120,7 +121,7 @@ def _settings(device: str, precision: str, group: int) -> dict[str, Any]:
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": group,
     }
     if device == "cpu":
-        settings["INFERENCE_NUM_THREADS"] = thread_count()
+        settings["INFERENCE_NUM_THREADS"] = min(threads or thread_count(), thread_count())
     return settings
 
 

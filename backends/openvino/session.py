@@ -16,7 +16,8 @@ import openvino as ov
 from cachetools import LRUCache
 
 from outrider.backends.base import Engines
-from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine, create_pool
+from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine
+from outrider.backends.onnxruntime.pool import create_pool
 from outrider.backends.openvino.names import (
     ATTENDED_ROWS,
     ATTENTION_ROWS,
@@ -270,9 +271,8 @@ class OpenVinoEngines(Engines):
             rounds: whether products with quantized weights may round activations, which makes them fast.
         """
         super().__init__(folder, manifest, build, Cpu())
-        # ONNX Runtime gets one thread. A second spinning pool would slow OpenVINO down by 40%; with one thread, samplers take a
-        # quarter of a millisecond longer at a vocabulary of 151,936.
-        create_pool(threads=1)
+        # ONNX Runtime gets one thread. A second spinning pool would slow OpenVINO down by 40%; with one thread, samplers take
+        create_pool(threads=1)  # a quarter of a millisecond longer at a vocabulary of 151,936
         self._processor, self._rounds = processor, rounds
 
     def unrounded(self) -> Engines:
@@ -282,9 +282,9 @@ class OpenVinoEngines(Engines):
         model = self.manifest.models[role]
         group = model.quantization.block if model.quantization is not None and self._rounds else 0
         path, stage = self.folder / step_file(role, sizes.stage), sizes.stage
-        with compiling(path, self._processor, model.precision, group) as compiled:
-            cached = [each for each in sizes.tensors if each.past != PAST_FEATURES]
-            expected: dict[str, object] = {each.past: (each.shape[0], each.shape[-1]) for each in cached}
+        with compiling(path, self._processor, model.precision, group, self.build.threads(stage)) as compiled:
+            kept = {each.past: (each.shape[0], each.shape[-1]) for each in sizes.tensors}
+            expected: dict[str, object] = {name: shape for name, shape in kept.items() if name != PAST_FEATURES}
             passed = [] if stage is None else [*stage.takes, *stage.gives]
             expected |= {each.name: (DTYPES[each.dtype].openvino, *each.shape[2:]) for each in passed}
             if stage is None or not stage.gives:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from outrider.backends.base import Backend, BuildSpec, Engines, required_rows
+from outrider.backends.base import Backend, Engines, required_rows
+from outrider.backends.build_spec import BuildSpec
 from outrider.backends.option import Option
 from outrider.backends.tensorrt.job import VERBOSITIES, BuildJob, BuildOptions, EngineFacts
 from outrider.backends.tensorrt.package import RTX, RTX_GPUS, TENSORRT, Package, plan_file
@@ -64,7 +65,7 @@ class TensorRTBackend(Backend):
         # Plans contain the weights, and for single rows a second copy in another layout.
         spec.copy_except(spec.manifest.engines, folder, progress, growth=2)
         build = spec.result(
-            self,
+            self.name,
             known.version,
             _device(known, options),
             compute_capabilities=_capabilities(known, options),

@@ -15,7 +15,7 @@ from typing import Any
 import click
 import numpy as np
 
-import outrider.backends.onnxruntime.engine as backend
+from outrider.backends.onnxruntime import pool
 from outrider.backends.open import open_bundle, open_engines
 from outrider.experiments.measure import arguments
 
@@ -29,14 +29,14 @@ def command(bundle: Path) -> None:
     if build.backend != "onnxruntime" or build.capacity < POSITION:
         raise click.UsageError(f"{bundle} must be an onnxruntime bundle with a capacity of {POSITION} or more")
     folder = Path(tempfile.mkdtemp())
-    default_options = backend.session_options
+    default_options = pool.session_options
 
-    def profiled() -> Any:
-        options = default_options()
+    def profiled(threads: int | None = None) -> Any:
+        options = default_options(threads)
         options.enable_profiling, options.profile_file_prefix = True, str(folder / "profile")
         return options
 
-    backend.session_options = profiled
+    pool.session_options = profiled
     ids = np.random.default_rng(0).integers(0, manifest.vocab_tokens, (1, POSITION), dtype=np.int64)
     print("| model | rows | kernels, ms per pass |" + " largest |" * SHOWN)
     print("|---" * (3 + SHOWN) + "|")

@@ -13,7 +13,7 @@ import numpy.testing
 import onnx_ir as ir
 import onnxruntime
 
-from outrider.backends.onnxruntime.engine import session_options
+from outrider.backends.onnxruntime.pool import session_options
 from outrider.backends.rewriting.stages import cut, possible_ends
 from outrider.engines.contract import (
     BATCH_DIM,

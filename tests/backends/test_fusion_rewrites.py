@@ -15,12 +15,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Cohere2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
-from outrider.backends.onnxruntime.engine import session_options
 from outrider.backends.onnxruntime.fusion.attention import GroupQueryAttention
 from outrider.backends.onnxruntime.fusion.fuse import fuse
 from outrider.backends.onnxruntime.fusion.products import BlockProducts, with_block_products
 from outrider.backends.onnxruntime.fusion.reshapes import Unsplit
 from outrider.backends.onnxruntime.fusion.rotary import Rotary
+from outrider.backends.onnxruntime.pool import session_options
 from outrider.backends.rewriting.graphs import load
 from outrider.backends.rewriting.joined_products import Products
 from outrider.backends.rewriting.logits import LastRows

@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 from onnx import numpy_helper
 
-from outrider.backends.onnxruntime.engine import session_options
+from outrider.backends.onnxruntime.pool import session_options
 from outrider.backends.rewriting.graphs import load, save
 from outrider.backends.rewriting.symmetric import make_symmetric
 from outrider.tests.backends.product_graphs import TYPES, write_product

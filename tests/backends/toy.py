@@ -12,7 +12,8 @@ import onnx
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from outrider.backends.base import Backend, BuildSpec, Engines, GraphEngines
+from outrider.backends.base import Backend, Engines, GraphEngines
+from outrider.backends.build_spec import BuildSpec
 from outrider.backends.option import Option
 from outrider.bundle.manifest import Build, Manifest, graph_files
 from outrider.engines.contract import Stage
@@ -66,7 +67,7 @@ class Toy(Backend):
 
     def build(self, spec: BuildSpec, folder: Path, progress: Progress) -> Build:
         spec.copy_except((), folder, progress)
-        return spec.result(self, onnx.__version__, spec.options.get("greeting", "cpu"))
+        return spec.result(self.name, onnx.__version__, spec.options.get("greeting", "cpu"))
 
     def open(self, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
         return ToyEngines(folder, manifest, build, Cpu())

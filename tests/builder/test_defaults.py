@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from outrider.backends import registry
-from outrider.backends.base import BuildSpec
+from outrider.backends.build_spec import BuildSpec
 from outrider.backends.onnxruntime.backend import OnnxRuntimeBackend
 from outrider.builder.build import build_engine
 from outrider.builder.defaults import BackendChoice, backends, capacity_and_batch, sequence_bytes

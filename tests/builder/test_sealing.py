@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from outrider.backends import registry
-from outrider.backends.base import Backend, BuildSpec, Engines
+from outrider.backends.base import Backend, Engines
+from outrider.backends.build_spec import BuildSpec
 from outrider.builder import build as build_module
 from outrider.builder.build import build_engine, calibrate
 from outrider.bundle.folder import read_manifest
@@ -41,7 +42,7 @@ class Writing(Backend):
             raise self.error
         spec.copy_except(spec.manifest.engines, folder, progress)
         (folder / "plan").write_text("a plan")
-        return spec.result(self, "1", "cpu")
+        return spec.result(self.name, "1", "cpu")
 
     def open(self, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
         raise NotImplementedError

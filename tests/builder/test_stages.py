@@ -74,6 +74,8 @@ def test_a_backend_without_stages_is_refused(tiny_export: Path, tmp_path: Path) 
         (("--stages", "2", "--stage-device", "gpu,cpu"), "onnxruntime has no device 'gpu' for stages"),
         (("--stages", "2", "--stage-device", "cpu:1,cpu"), "onnxruntime has no device 'cpu:1' for stages"),
         (("--stages", "2", "--stage-device", "cuda:one,cuda:0"), "onnxruntime has no device 'cuda:one' for stages"),
+        (("--stages", "2", "--stage-device", "cpu:threads=0,cpu"), "use cpu, cuda, cuda:0, or cpu:threads=4 for 4 threads"),
+        (("--stages", "2", "--stage-device", "cpu,cuda:threads=2"), "onnxruntime has no device 'cuda:threads=2' for stages"),
         (("--stages", "2", "--stage-device", "cpu,cpu", "--device", "cpu"), "--device and --stage-device both say where"),
     ],
 )
@@ -175,11 +177,17 @@ def test_a_link_is_not_added_to_costs_that_have_it(placed: Path) -> None:
     assert run_here("plan", placed).returncode == 0
 
 
-def test_a_device_that_the_backend_lacks_is_damage(placed: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"device": "gpu"}, "onnxruntime has no device 'gpu' for stages"), ({"threads": 2}, "cuda:0 has no threads")],
+)
+def test_a_device_that_the_backend_lacks_and_threads_of_a_gpu_are_damage(
+    placed: Path, change: dict[str, object], message: str
+) -> None:
     manifest = read_manifest(placed)
     assert manifest.build is not None
-    stages = [msgspec.structs.replace(stage, device="gpu") for stage in manifest.build.stages]
-    with pytest.raises(FolderError, match="onnxruntime has no device 'gpu' for stages"):
+    stages = [msgspec.structs.replace(stage, **change) for stage in manifest.build.stages]
+    with pytest.raises(FolderError, match=message):
         registry.REFERENCE.check(manifest, msgspec.structs.replace(manifest.build, stages=stages))
 
 

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from outrider.audit.audit import DRAWS, EVERYTHING, MASKED, SAMPLED, Scope, audit
 from outrider.audit.prompts import PROMPTS
-from outrider.backends.onnxruntime.engine import session_options
+from outrider.backends.onnxruntime.pool import session_options
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.integrity import check_files
 from outrider.export.checkpoints.checkpoint import load_model
