@@ -22,7 +22,7 @@ from outrider.bundle.manifest import (
     round_rows,
     step_file,
 )
-from outrider.engines.contract import Stage, recent_rows
+from outrider.engines.contract import Stage, StageBackend, recent_rows
 from outrider.engines.device import Cpu, Device, Engine
 from outrider.engines.graph_session import GraphSession
 from outrider.engines.samplers import DRAFT_SAMPLERS, MARKOV
@@ -45,7 +45,7 @@ class Engines(ABC):
         self.manifest = manifest
         self.build = build
         self.device = device
-        self.others: Mapping[str, Engines] = {}  # by the device of stages that do not run on this one
+        self.others: Mapping[str, Engines] = {}  # of stages on another device or backend, by `Build.homes`
         # Opens the stages of a target with these sizes, all but the last, in other processes.
         self.elsewhere: Callable[[Engines, Sequence[Sizes]], Session] | None = None
 
@@ -60,13 +60,30 @@ class Engines(ABC):
 
     def session(self, role: str, batch: int) -> Session:
         """Return the model of one of `ROLES` with a fresh cache for `batch` sequences; see `model`."""
+        session = self._opened(role, batch)
+        if role == "target" and any(each.pairs_lone_rows(session, on_cpu) for each, on_cpu in self._kinds()):
+            session.pair_lone_rows()
+        return session
+
+    def pairs_lone_rows(self, target: Session, on_cpu: bool) -> bool:
+        """Return whether a row alone needs a second one in the target, of which this backend runs a part `on_cpu` or not."""
+        return False
+
+    def _kinds(self) -> set[tuple[Engines, bool]]:
+        """Return what the target runs on: the engines of each backend, and whether they or those elsewhere are on a CPU."""
+        opened = [self.others.get(home, self) for home in self.build.homes]
+        if self.elsewhere is None:
+            return {(each, isinstance(each.device, Cpu)) for each in opened}
+        return {(each, place == "cpu") for each, place in zip(opened, self.build.places, strict=True)}
+
+    def _opened(self, role: str, batch: int) -> Session:
         whole = self.sizes(role, batch)
         if not (stages := self.build.stages_of(role)):
             return self.model(role, whole)
         sizes = [whole.of(stage) for stage in stages]
         if self.elsewhere:
             return StagedSession([self.elsewhere(self, sizes[:-1]), self.model(role, sizes[-1])], sizes[-2:], whole)
-        places = [self.others.get(place, self) for place in self.build.places]
+        places = [self.others.get(home, self) for home in self.build.homes]
         check_stages([place.device for place in places], stages, self.manifest.models[role].precision, whole)
         opened = [place.model(role, each) for place, each in zip(places, sizes, strict=True)]
         return StagedSession(opened, sizes, whole)
@@ -162,6 +179,19 @@ class Backend(ABC):
             EngineError: the backend is not installed, or refuses a model.
         """
 
+    def build_stages(self, spec: BuildSpec, folder: Path, build: Build, progress: Progress) -> StageBackend:
+        """Write this backend's stages of a target whose other stages have other backends; only if it `cuts`.
+
+        The whole target is compared with the export afterwards, when all stages have been written.
+
+        Args:
+            build: as the backend sees it, see `Build.seen_by`.
+
+        Raises:
+            EngineError: the backend is not installed, or refuses a stage.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def open(self, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
         """Return a bundle's engines.
@@ -190,13 +220,7 @@ class Backend(ABC):
         Raises:
             FolderError: something is missing.
         """
-        if build.stages and not self.cuts:
-            raise damaged(f"it has stages, and {self.name} runs none - at `$.build.stages`")
-        for stage, place in zip(build.stages, build.places, strict=False):
-            if stage.device is not None and not self.has(stage.device):
-                raise damaged(f"{self.name} has no device {place!r} for stages - at `$.build.stages`")
-            if stage.threads is not None and place != "cpu":
-                raise damaged(f"{place} has no threads - at `$.build.stages`")
+        self.check_stages(build)
         whole = [name for name in manifest.engines if not build.stages_of(name)]
         required = {TOKENIZER, *(file for name in whole for file in self.engine_files(name))}
         required |= {each for stage in build.stages for path in [step_file("target", stage)] for each in (path, path + WEIGHTS)}
@@ -204,6 +228,20 @@ class Backend(ABC):
             raise damaged(f"it does not list {missing[0]}")
         if build.costs or self.requires_costs:
             check_costs(manifest, build)
+
+    def check_stages(self, build: Build) -> None:
+        """Check that the backend runs its stages of a build, which it sees as its own.
+
+        Raises:
+            FolderError: it does not.
+        """
+        if build.stages and not self.cuts:
+            raise damaged(f"it has stages, and {self.name} runs none - at `$.build.stages`")
+        for stage, place in zip(build.stages, build.places, strict=False):
+            if stage.backend is None and stage.device is not None and not self.has(stage.device):
+                raise damaged(f"{self.name} has no device {place!r} for stages - at `$.build.stages`")
+            if stage.threads is not None and place != "cpu":
+                raise damaged(f"{place} has no threads - at `$.build.stages`")
 
 
 def check_costs(manifest: Manifest, build: Build) -> None:

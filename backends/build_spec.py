@@ -12,7 +12,7 @@ import msgspec
 
 from outrider.bundle.integrity import check_files
 from outrider.bundle.manifest import Build, Manifest, graph_files
-from outrider.engines.contract import Stage, window_buckets
+from outrider.engines.contract import Stage, StageBackend, window_buckets
 from outrider.errors import FolderError
 from outrider.progress import Progress
 
@@ -37,6 +37,7 @@ class BuildSpec:
     parts: Sequence[ir.Model] = ()  # their graphs
     stage_devices: Sequence[str] = ()  # of the stages; empty if all are on `device`
     stage_threads: Sequence[int | None] = ()  # of the stages; empty if none has a number
+    stage_backends: Sequence[str] = ()  # of the stages; empty if all have the bundle's
 
     def result(self, backend: str, version: str, device: str, **fields: Any) -> Build:
         """Return the manifest's `Build`, without measurements.
@@ -60,14 +61,21 @@ class BuildSpec:
         )
 
     def stages(self, device: str) -> list[Stage]:
-        """Return the stages of the target for a device; empty if it is not cut."""
+        """Return the stages of the target for a device; empty if it is not cut.
+
+        Stages of another backend than the last one's have its name and no more; see `Backend.build_stages`.
+        """
         if not self.ends:
             return []
         from outrider.backends.rewriting.parts import stages_of
 
         stages = stages_of(self.parts, self.ends, self.stage_devices or [device])
-        threads = self.stage_threads or [None] * len(stages)
-        return [msgspec.structs.replace(stage, threads=each) for stage, each in zip(stages, threads, strict=True)]
+        threads, names = self.stage_threads or [None] * len(stages), self.stage_backends or [""] * len(stages)
+        others = [StageBackend(name, "") if name != names[-1] else None for name in names]
+        return [
+            msgspec.structs.replace(stage, threads=count, backend=other)
+            for stage, count, other in zip(stages, threads, others, strict=True)
+        ]
 
     def copy_except(self, engines: Iterable[str], folder: Path, progress: Progress, *, growth: int = 1) -> None:
         """Check every file of the export, and copy into `folder` all but the files of these `ENGINES`.

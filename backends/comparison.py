@@ -43,9 +43,11 @@ def alike(engines: Engines, export: Path, manifest: Manifest) -> tuple[Engines, 
     plain = msgspec.structs.replace(engines.build, backend="onnxruntime", device="cpu", rewrites={}, stages=[])
     reference, ours = OnnxRuntimeEngines(export, manifest, plain, Cpu()), engines.unrounded()
     theirs = reference.unrounded()
-    if ours is not None:
-        ours.others = {name: each.unrounded() or each for name, each in engines.others.items()}
-    return (engines, reference, False) if ours is None or theirs is None else (ours, theirs, True)
+    others = {name: found for name, each in engines.others.items() if (found := each.unrounded()) is not None}
+    if ours is None or theirs is None or len(others) < len(engines.others):
+        return engines, reference, False
+    ours.others = others
+    return ours, theirs, True
 
 
 def largest(values: npt.NDArray[Any]) -> float:

@@ -31,6 +31,8 @@ def read_bundle(folder: Path) -> tuple[Manifest, Build]:
     if manifest.build is None:
         raise FolderError(f"{folder} is an export, not a bundle", f"build it first: outrider build-engine {folder} -o BUNDLE")
     registry.get(manifest.build.backend).check(manifest, manifest.build)
+    for name in manifest.build.other_backends:
+        registry.get(name).check_stages(manifest.build.seen_by(name))
     return manifest, manifest.build
 
 
@@ -45,12 +47,12 @@ def open_engines(folder: Path, manifest: Manifest, build: Build, device: str | N
         UsageError: the backend does not run on that device.
         EngineError: the backend is unknown, not installed, or does not run here.
     """
-    backend = registry.get(build.backend)
-    if device is not None or not build.stages:
-        return backend.open(folder, manifest, build.in_one_place, device)
-    *places, last = build.places
-    engines = backend.open(folder, manifest, build, last)
-    engines.others = {place: backend.open(folder, manifest, build, place) for place in {*places} - {last}}
+    if device is not None:
+        build = build.in_one_place(device)
+    *homes, last = range(len(build.homes))
+    engines = _open(folder, manifest, build, last, device)
+    of_homes = {build.homes[index]: index for index in homes if build.homes[index] != build.homes[last]}
+    engines.others = {home: _open(folder, manifest, build, index, device) for home, index in of_homes.items()}
     return engines
 
 
@@ -61,5 +63,25 @@ def open_stage(folder: Path, manifest: Manifest, build: Build, index: int, devic
         index: of the stage.
         device: see `open_engines`, as are the errors.
     """
-    build = build if device is None else build.in_one_place
-    return registry.get(build.backend).open(folder, manifest, build, (device or build.places[index]).partition(":")[0])
+    build = build if device is None else build.in_one_place(device)
+    return _open(folder, manifest, build, index, (device or build.places[index]).partition(":")[0])
+
+
+def open_last(folder: Path, manifest: Manifest, build: Build, device: str | None = None) -> Engines:
+    """Return the engines of the last stage and of what runs beside it, for a target whose other stages are in other processes.
+
+    Their backends are opened, too, but no models; see `open_engines`.
+    """
+    build = build if device is None else build.in_one_place(device)
+    engines = _open(folder, manifest, build, -1, device)
+    others = {home: index for index, home in enumerate(build.homes[:-1]) if build.stages[index].backend}
+    engines.others = {home: _open(folder, manifest, build, index, "cpu") for home, index in others.items()}
+    return engines
+
+
+def _open(folder: Path, manifest: Manifest, build: Build, index: int, device: str | None) -> Engines:
+    found = build.stages[index].backend if build.stages else None
+    name = found.name if found else build.backend
+    return registry.get(name).open(
+        folder, manifest, build.seen_by(name), device or (build.places[index] if build.stages else None)
+    )

@@ -17,7 +17,7 @@ from outrider.backends.open import open_bundle, open_engines
 from outrider.builder.acceptance import measure_acceptance
 from outrider.builder.defaults import backends, longest
 from outrider.builder.passes import measure
-from outrider.builder.stages import check_places, cut_target, stage_place
+from outrider.builder.stages import check_number, cut_target, stage_place
 from outrider.bundle.folder import digest_all, read_manifest, staged, write_whole
 from outrider.bundle.integrity import check_file, unchanged
 from outrider.bundle.manifest import MANIFEST, Build, Manifest, model_file
@@ -46,6 +46,7 @@ def build_engine(
     options: Mapping[str, Any] | None = None,
     stages: str | None = None,
     stage_devices: Sequence[str] = (),
+    stage_backends: Sequence[str] = (),
     measured: Build | None = None,
     progress: Progress = SILENT,
 ) -> Manifest:
@@ -62,6 +63,7 @@ def build_engine(
         options: values for the backend's `options`, by name.
         stages: into how many stages to cut the target, or the layers of each, such as "0-13,14-27"; None does not cut it.
         stage_devices: of each stage, such as "cuda:1" or "cpu:threads=4", in place of `device`; empty if all are on one.
+        stage_backends: of each stage, in place of `backend`; empty if all have one.
         measured: a build to take costs and acceptance from, so that no engine runs; None measures here.
 
     Raises:
@@ -76,22 +78,32 @@ def build_engine(
     max_prompt_chunk = min(DEFAULT_CHUNK, capacity) if max_prompt_chunk is None else max_prompt_chunk
     if stage_devices and device is not None:
         raise UsageError("--device and --stage-device both say where the target runs", "leave --device out")
+    if stage_backends and backend != AUTO:
+        raise UsageError("--backend and --stage-backend both say what runs the target", "leave --backend out")
+    if stage_backends:
+        backend = stage_backends[-1]
     places = [*map(stage_place, stage_devices)]
     devices = [each.device for each in places]
     if places:
         device = devices[-1].partition(":")[0]
     *preferred, last = _backends(backend, manifest, [device] if device and not places else devices)
+    others = [each for name in stage_backends for each in _backends(name, manifest, ())]
     spec = BuildSpec(source, manifest, output, sorted(set(k)), capacity, batch, max_prompt_chunk, device, options)
     _check_sizes(spec)
     if stages is not None:
         _check_cuts([*preferred, last])
+        for each in others:
+            _check_cuts([each])
         graph = model_file("target")
         with unchanged(source) as intact:
             check_file(intact, graph, manifest.files[graph], SILENT)  # before anything in it is believed
             cut = cut_target(stages, intact, {device, *devices} <= {None, "cpu"})
         spec = replace(spec, ends=cut.ends, parts=cut.parts)
+    check_number(places, spec.ends, "device", "cuda:0,cuda:1")
+    check_number(stage_backends, spec.ends, "backend", "onnxruntime,openvino")
+    if len({*stage_backends}) > 1:
+        spec = replace(spec, stage_backends=stage_backends)
     if places:
-        check_places(places, spec.ends)
         threads = [each.threads for each in places]
         spec = replace(spec, stage_devices=[] if {*devices} == {"cpu"} else devices, stage_threads=threads)
     if measured is not None:
@@ -116,15 +128,19 @@ def _build(backend: Backend, spec: BuildSpec, measured: Build | None, progress: 
     """Build for one backend; see `build_engine`."""
     _check_options(backend, spec.options)
     _check_device(backend, spec.device)
-    if wrong := [each for each in spec.stage_devices if not backend.has(each)]:
-        known = [*backend.devices, *(f"{kind}:0" for kind in backend.numbered)]
-        raise UsageError(
-            f"{backend.name} has no device {wrong[0]!r} for stages", f"use {', '.join(known)}, or cpu:threads=4 for 4 threads"
-        )
-    spec = replace(spec, stage_devices=[f"{each}:0" if each in backend.numbered else each for each in spec.stage_devices])
+    names = spec.stage_backends or [backend.name] * len(spec.ends)
+    owners = [registry.get(name) for name in names]
+    for owner, each in zip(owners, spec.stage_devices or [spec.device or "cpu"] * len(owners), strict=True):
+        if not owner.has(each):
+            known = [*owner.devices, *(f"{kind}:0" for kind in owner.numbered)]
+            hint = f"use {', '.join(known)}, or cpu:threads=4 for 4 threads"
+            raise UsageError(f"{owner.name} has no device {each!r} for stages", hint)
+    of_stages = zip(spec.stage_devices, owners, strict=bool(spec.stage_devices))
+    spec = replace(spec, stage_devices=[f"{each}:0" if each in owner.numbered else each for each, owner in of_stages])
     with staged(spec.output) as folder:
         with unchanged(spec.source) as intact:
             build = backend.build(replace(spec, source=intact), folder, progress)
+            build = _with_other_stages(replace(spec, source=intact), folder, build, progress)
         manifest = msgspec.structs.replace(spec.manifest, files=digest_all(folder, progress))
         try:
             if measured is None:
@@ -141,6 +157,22 @@ def _build(backend: Backend, spec: BuildSpec, measured: Build | None, progress: 
         sealed = msgspec.structs.replace(manifest, build=build)
         (folder / MANIFEST).write_bytes(sealed.encode())
     return sealed
+
+
+def _with_other_stages(spec: BuildSpec, folder: Path, build: Build, progress: Progress) -> Build:
+    """Let other backends write their stages of the target, and compare all with the export."""
+    if not build.other_backends:
+        return build
+    from outrider.backends.comparison import check_same, passes_of_check
+    from outrider.backends.rewriting.sharing import share_with_target
+
+    made = {name: registry.get(name).build_stages(spec, folder, build.seen_by(name), progress) for name in build.other_backends}
+    stages = [msgspec.structs.replace(each, backend=each.backend and made[each.backend.name]) for each in build.stages]
+    build = msgspec.structs.replace(build, stages=stages)
+    share_with_target(folder, spec.manifest.roles, build.files("target"))
+    progress.stage("comparing the stages of the target with the export", passes_of_check(build))
+    check_same(spec.source, open_engines(folder, spec.manifest, build), "target", progress)
+    return build
 
 
 def calibrate(bundle: Path, progress: Progress = SILENT, device: str | None = None) -> Manifest:
@@ -160,7 +192,7 @@ def calibrate(bundle: Path, progress: Progress = SILENT, device: str | None = No
         manifest, build = open_bundle(folder, progress)
         if device is not None:
             _check_device(registry.get(build.backend), device)
-            build = msgspec.structs.replace(build.in_one_place, device=device)
+            build = build.in_one_place(device)
         sealed = msgspec.structs.replace(manifest, build=_measured(folder, manifest, build, progress, quickly=False))
     write_whole(folder / MANIFEST, sealed.encode())
     return sealed

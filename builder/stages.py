@@ -80,16 +80,16 @@ def cut_target(wanted: str, export: Path, on_cpu: bool) -> Cut:
     return Cut(ends, cut(model, ends))
 
 
-def check_places(places: Sequence[StagePlace], ends: Sequence[int]) -> None:
-    """Check that there is a place for each stage.
+def check_number(given: Sequence[object], ends: Sequence[int], what: str, example: str) -> None:
+    """Check that there is one of `what` for each stage, if there are any.
 
     Raises:
         UsageError: there is not.
     """
-    if len(places) != len(ends):
+    if given and len(given) != len(ends):
         raise UsageError(
-            f"--stage-device names {len(places)} devices, and the target has {len(ends) or 'no'} stages",
-            "name one for each: --stages 2 --stage-device cuda:0,cuda:1",
+            f"--stage-{what} names {len(given)} {what}s, and the target has {len(ends) or 'no'} stages",
+            f"name one for each: --stages 2 --stage-{what} {example}",
         )
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from outrider.engines.contract import RecurrentLayer, Stage, step_rows
+from outrider.engines.contract import RecurrentLayer, Stage, StageBackend, step_rows
 from outrider.engines.samplers import DRAFT_SAMPLERS, MARKOV, SAMPLERS
 
 SCHEMA_VERSION = 5
@@ -189,6 +189,46 @@ class Build(Struct, frozen=True):
         return [stage.device or self.device for stage in self.stages] or [self.device]
 
     @property
+    def homes(self) -> list[str]:
+        """Return where each stage of the target runs, in order: its device, after its backend if that is not the bundle's."""
+        backends = [stage.backend for stage in self.stages] or [None]
+        return [f"{each.name} {place}" if each else place for each, place in zip(backends, self.places, strict=True)]
+
+    @property
+    def other_backends(self) -> list[str]:
+        """Return the backends of stages that do not have the bundle's, each once."""
+        return [*dict.fromkeys(stage.backend.name for stage in self.stages if stage.backend)]
+
+    def seen_by(self, name: str) -> Build:
+        """Return the build as one of the backends sees it that built it: as its own, with stages of others."""
+        if name == self.backend:
+            return self
+        ours = {stage.layers: stage.backend for stage in self.stages if stage.backend and stage.backend.name == name}
+        theirs = StageBackend(self.backend, self.backend_version, self.rewrites.get("target", {}))
+        stages = [
+            msgspec.structs.replace(stage, backend=None if stage.layers in ours else stage.backend or theirs)
+            for stage in self.stages
+        ]
+        device = [place for stage, place in zip(self.stages, self.places, strict=True) if stage.layers in ours][-1]
+        rewrites = next((each.rewrites for each in ours.values() if each), {})
+        return msgspec.structs.replace(
+            self,
+            backend=name,
+            backend_version=next((each.version for each in ours.values() if each), ""),
+            device=device.partition(":")[0],
+            stages=stages,
+            rewrites={"target": rewrites} if rewrites else {},
+        )
+
+    @property
+    def separates_pools(self) -> bool:
+        """Return whether sessions of this bundle need pools of threads for themselves, if they usually share one.
+
+        Two backends in one process have two pools in any case, of which none should wait by spinning.
+        """
+        return self.limits_threads or bool(self.other_backends)
+
+    @property
     def limits_threads(self) -> bool:
         """Return whether a stage of the target has a number of threads."""
         return any(stage.threads for stage in self.stages)
@@ -198,11 +238,10 @@ class Build(Struct, frozen=True):
         at = stage or (self.stages[-1] if self.stages else None)
         return None if at is None else at.threads
 
-    @property
-    def in_one_place(self) -> Build:
-        """Return the build without devices and threads of its own for each stage."""
+    def in_one_place(self, device: str) -> Build:
+        """Return the build on a device, without devices and threads of its own for each stage."""
         stages = [msgspec.structs.replace(stage, device=None, threads=None) for stage in self.stages]
-        return msgspec.structs.replace(self, stages=stages)
+        return msgspec.structs.replace(self, device=device, stages=stages)
 
     def stages_of(self, role: str) -> list[Stage]:
         """Return the stages of one of `ROLES`; empty if it is not cut."""
@@ -212,6 +251,10 @@ class Build(Struct, frozen=True):
         """Return the graphs of one of `ROLES`, by path, in the order in which they run, each with its stage."""
         stages: list[Stage | None] = [*self.stages_of(role)]
         return {step_file(role, stage): stage for stage in stages or [None]}
+
+    def own_files(self, role: str) -> list[str]:
+        """Return the paths of those graphs that the bundle's backend has built."""
+        return [path for path, stage in self.files(role).items() if stage is None or stage.backend is None]
 
     def rows(self, engine: str) -> list[tuple[int, int]]:
         """Return the minimum and maximum rows of a pass, for each profile of one of `ENGINES`."""

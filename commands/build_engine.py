@@ -121,6 +121,15 @@ def _backend_options(command: Any) -> Any:
     "  [default: --device, for all of them]",
 )
 @click.option(
+    "--stage-backend",
+    "stage_backends",
+    cls=GroupedOption,
+    group=ENGINES,
+    callback=_words,
+    metavar="BACKEND,...",
+    help="The backend of each stage: onnxruntime,openvino. Drafts have that of the last stage.  [default: --backend, for all]",
+)
+@click.option(
     "--costs",
     cls=GroupedOption,
     group=ENGINES,
@@ -142,6 +151,7 @@ def command(
     device: str | None,
     stages: str | None,
     stage_devices: tuple[str, ...] | None,
+    stage_backends: tuple[str, ...] | None,
     costs: Path | None,
     as_json: bool,
     **options: Any,
@@ -166,6 +176,7 @@ def command(
             device=device,
             stages=stages,
             stage_devices=stage_devices or (),
+            stage_backends=stage_backends or (),
             options={name: value for name, value in options.items() if value is not None},
             measured=measured,
             progress=progress,

@@ -236,6 +236,7 @@ def _add_build(table: Any, manifest: Manifest, build: Build) -> None:
             *([f"{stage.threads} thread{'s' * (stage.threads > 1)}"] if stage.threads else []),
         ]
         cell += f", on {', '.join(place)}" if place else ""
+        cell += f", by {stage.backend.name} {stage.backend.version}" if stage.backend else ""
         table.add_row("stage {}, layers {}-{}".format(number, *stage.layers), cell)
     table.add_row("max prompt chunk", str(build.max_prompt_chunk))
     table.add_row("windows", ", ".join(str(window) for window in build.windows))

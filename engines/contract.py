@@ -93,6 +93,14 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: tuple[int | str, ...]
 
 
+class StageBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What built a stage, and runs it."""
+
+    name: str
+    version: str
+    rewrites: dict[str, int] = {}  # as in a manifest's `build`
+
+
 class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Consecutive layers of a step model as a graph of their own, with tensors under the names that they have in the whole."""
 
@@ -103,6 +111,7 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gives: list[Tensor]  # the last gives only logits
     device: str | None = None  # such as cuda:1; None is that of the bundle
     threads: Annotated[int, msgspec.Meta(ge=1)] | None = None  # on a CPU; None is as many as its process may use
+    backend: StageBackend | None = None  # None is that of the bundle
 
 
 def sized(shape: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int, ...]:

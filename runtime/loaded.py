@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from outrider.backends.base import Engines
-from outrider.backends.open import open_engines, read_bundle
+from outrider.backends.open import open_engines, open_last, read_bundle
 from outrider.bundle.integrity import checking, unchanged
 from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.device import Engine
@@ -264,7 +264,7 @@ def _open_last(folder: Path, manifest: Manifest, build: Build, device: str | Non
     """Return a bundle's engines on the device of its target's last stage."""
     if not build.stages:
         raise UsageError("this bundle's target is in one piece", "build it with --stages 2, or leave --stage-cores out")
-    return open_engines(folder, manifest, build, device or build.places[-1])
+    return open_last(folder, manifest, build, device)
 
 
 def _ray_stages(cores: int, device: str | None, timeout: float | None) -> Callable[[Engines, Sequence[Sizes]], Session]:

@@ -159,10 +159,11 @@ def llama(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
 def build(source: Path, output: Path, **overrides: Any) -> Path:
     """A bundle of the export `source`, with ready-made costs where it must have some; `measured=None` measures them."""
     options: dict[str, Any] = {"backend": "onnxruntime", "k": [1, 2, 4, 8], "capacity": 160, "batch": 1, "max_prompt_chunk": 16}
+    options |= {"backend": "auto"} if "stage_backends" in overrides else {}
     options |= overrides
     possible = min([*options["k"], options["batch"]], default=0) > 0
-    known = options["backend"] in registry.names()
-    if "measured" not in options and possible and known and registry.get(options["backend"]).requires_costs:
+    last = options.get("stage_backends", [options["backend"]])[-1]
+    if "measured" not in options and possible and last in registry.names() and registry.get(last).requires_costs:
         options["measured"] = ready_made(read_manifest(source), options)
     build_engine(source, output, **options)
     return output

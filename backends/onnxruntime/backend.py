@@ -11,6 +11,7 @@ from outrider.backends.base import Backend, Engines, import_package
 from outrider.backends.build_spec import BuildSpec
 from outrider.backends.onnxruntime.package import EXTRA, MASK_FREE
 from outrider.bundle.manifest import Build, Manifest, Model, graph_files
+from outrider.engines.contract import StageBackend
 from outrider.engines.device import Cpu, Device
 from outrider.engines.precisions import BATCH_INVARIANT_BLOCK, PRECISIONS
 from outrider.engines.threads import thread_count
@@ -36,12 +37,21 @@ class OnnxRuntimeBackend(Backend):
             _check_block(spec.manifest.models["target"])
         from outrider.backends.onnxruntime.pool import create_pool
 
-        create_pool(thread_count(), shared=not build.limits_threads)  # before graphs are optimized
+        create_pool(thread_count(), shared=not build.separates_pools)  # before graphs are optimized
         spec.copy_except(spec.manifest.roles, folder, progress)
         from outrider.backends.onnxruntime.fuse_bundle import fuse_bundle
 
         rewrites = fuse_bundle(spec.source, folder, spec.manifest, build, progress, spec.parts)
         return msgspec.structs.replace(build, rewrites=rewrites)
+
+    def build_stages(self, spec: BuildSpec, folder: Path, build: Build, progress: Progress) -> StageBackend:
+        """Write stages as fused graphs; see `Backend.build_stages`."""
+        version = import_package("onnxruntime", EXTRA).__version__
+        from outrider.backends.onnxruntime.fuse_bundle import fuse_bundle
+
+        target = msgspec.structs.replace(spec.manifest, models={"target": spec.manifest.models["target"]})
+        rewrites = fuse_bundle(spec.source, folder, target, build, progress, spec.parts)
+        return StageBackend(self.name, version, rewrites.get("target", {}))
 
     def open(self, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
         """Return the graphs, loaded by ONNX Runtime; see `Backend.open`."""

@@ -112,7 +112,7 @@ class OnnxRuntimeEngines(GraphEngines):
             rounds: whether products on the CPU may round activations, unless the graph specifies it.
         """
         super().__init__(folder, manifest, build, device)
-        pool.create_pool(thread_count(), shared=not build.limits_threads)  # before sessions are loaded by several threads
+        pool.create_pool(thread_count(), shared=not build.separates_pools)  # before sessions are loaded by several threads
         self._rounds = rounds
 
     def unrounded(self) -> Engines | None:
@@ -128,15 +128,10 @@ class OnnxRuntimeEngines(GraphEngines):
             )
         return self._engine(step_file(role, stage), role, self.build.batch, stage)
 
-    def session(self, role: str, batch: int) -> Session:
-        session = super().session(role, batch)
-        if role == "target":
-            on_cpu = {isinstance(each.device, Cpu) for each in (self, *self.others.values())}  # of its stages
-            on_cpu |= {place == "cpu" for place in self.build.places if self.elsewhere}
-            rounded = self.manifest.models[role].quantization is not None
-            if (True in on_cpu and rounded and lone_rows_differ(session)) or (False in on_cpu and lone_rows_vary(session)):
-                session.pair_lone_rows()
-        return session
+    def pairs_lone_rows(self, target: Session, on_cpu: bool) -> bool:
+        if not on_cpu:
+            return lone_rows_vary(target)
+        return self.manifest.models["target"].quantization is not None and lone_rows_differ(target)
 
     def sampler(self, name: str) -> Engine:
         return self._engine(sampler_file(name), name)

@@ -63,7 +63,7 @@ def fuse_bundle(
         for name in graph_files(role):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, folder / name)
-    if counts or build.stages:
+    if (counts or build.stages) and not build.other_backends:
         from outrider.backends.rewriting.sharing import share_with_target
 
         share_with_target(folder, manifest.roles, build.files("target"))
@@ -79,6 +79,8 @@ def _write_stages(
     for name, model in graphs.items():
         (folder / name).parent.mkdir(exist_ok=True)
         save(model, folder / name)
+    if build.other_backends:
+        return
     few = msgspec.structs.replace(build, batch=min(build.batch, 2))  # the caches of all may only fit a GPU
     progress.stage(f"comparing the stages of the {role} with the export", passes_of_check(few))
     check_same(source, OnnxRuntimeEngines(folder, manifest, few, Cpu()), role, progress)
@@ -87,7 +89,7 @@ def _write_stages(
 def _can_fuse(manifest: Manifest, build: Build) -> bool:
     """Return whether graphs of this precision and build are fused here."""
     on_cpu = build.device == "cpu"
-    if len({stage.device == "cpu" for stage in build.stages}) > 1:
+    if len({stage.device == "cpu" for stage in build.stages if stage.backend is None}) > 1:
         return False  # what is fused for one kind of device does not run on the other
     precisions = {model.precision for model in manifest.models.values()}
     if on_cpu and ("bf16" in precisions or build.batch > MAX_FUSED):
@@ -108,7 +110,6 @@ def _fuse(
     """Fuse one model, compare it with the export, and write it to `folder`."""
     from outrider.backends.onnxruntime.fusion.causal import without_masks
     from outrider.backends.onnxruntime.fusion.fuse import fuse
-    from outrider.backends.onnxruntime.fusion.products import with_block_products
 
     progress.stage(f"fusing the {role}")
     counts: Counter[str] = Counter()
@@ -127,6 +128,24 @@ def _fuse(
         shutil.rmtree(fused.parent)
     if not counts:
         return {}
+    if role != "target" or not build.other_backends:
+        _compare(source, folder, manifest, build, role, counts, progress)
+    for what, *why in reasons:
+        if role != "block-head" or why != ["it has a mask that is not causal"]:  # a block's mask is not
+            _warn(f"{what} of the {role} stays as exported, which is slower: {'; '.join(why)}")
+    for name in build.own_files(role):
+        (folder / name).parent.mkdir(exist_ok=True)
+        for file in (name, name + WEIGHTS):
+            (folder / "final" / file).replace(folder / file)
+    return dict(counts)
+
+
+def _compare(
+    source: Path, folder: Path, manifest: Manifest, build: Build, role: str, counts: Mapping[str, int], progress: Progress
+) -> None:
+    """Compare a fused model in `folder` with the export."""
+    from outrider.backends.onnxruntime.fusion.products import with_block_products
+
     progress.stage(f"comparing the fused {role} with the export", passes_of_check(build))
     rewritten = msgspec.structs.replace(build, rewrites={role: dict(counts)})
     reference = source
@@ -135,24 +154,16 @@ def _fuse(
         (reference / model_file(role)).parent.mkdir(parents=True)
         with_block_products(source / model_file(role), reference / model_file(role))
     check_same(reference, OnnxRuntimeEngines(folder / "final", manifest, rewritten, Cpu()), role, progress)
-    for what, *why in reasons:
-        if role != "block-head" or why != ["it has a mask that is not causal"]:  # a block's mask is not
-            _warn(f"{what} of the {role} stays as exported, which is slower: {'; '.join(why)}")
-    for name in build.files(role):
-        (folder / name).parent.mkdir(exist_ok=True)
-        for file in (name, name + WEIGHTS):
-            (folder / "final" / file).replace(folder / file)
-    return dict(counts)
 
 
 def _graphs(source: Path, role: str, build: Build, parts: Sequence[Any]) -> dict[str, Any]:
-    """Return the graphs of a role by their path in a bundle, ready to be rewritten."""
+    """Return the graphs of a role that this backend builds, by their path in a bundle, ready to be rewritten."""
     from outrider.backends.onnxruntime.fusion.sums import begin_with_sums
     from outrider.backends.rewriting.parts import graphs
 
     made = graphs(source, role, build.stages_of(role), parts)
     begin_with_sums(made.values())
-    return made
+    return {name: made[name] for name in build.own_files(role)}
 
 
 def _warn(message: str) -> None:

@@ -272,7 +272,7 @@ class OpenVinoEngines(Engines):
         """
         super().__init__(folder, manifest, build, Cpu())
         # ONNX Runtime gets one thread. A second spinning pool would slow OpenVINO down by 40%; with one thread, samplers take
-        create_pool(threads=1)  # a quarter of a millisecond longer at a vocabulary of 151,936
+        create_pool(threads=1, shared=not build.separates_pools)  # a quarter of a millisecond longer at a vocabulary of 151,936
         self._processor, self._rounds = processor, rounds
 
     def unrounded(self) -> Engines:
@@ -297,7 +297,7 @@ class OpenVinoEngines(Engines):
     def sampler(self, name: str) -> Engine:
         """Return a sampler in ONNX Runtime, whose TopK and ArgMax take a quarter of OpenVINO's time."""
         inputs, outputs = engine_tensors(self.manifest, name)
-        return OnnxRuntimeEngine(self.folder / sampler_file(name), [*inputs, *outputs], self.device)
+        return OnnxRuntimeEngine(self.folder / sampler_file(name), [*inputs, *outputs], self.device, threads=1)
 
 
 def _rows(counts: Sequence[int]) -> tuple[Int64s, Int64s]:

@@ -19,12 +19,15 @@ from outrider.bundle.manifest import step_file
 from outrider.runtime.generation import Outrider
 from outrider.tests.support import PAIR, reseal, run_here
 
+OTHERS = ("openvino", "onnxruntime,openvino", "openvino,onnxruntime")
 FEW = Scope(PROMPTS[:1], MASKED[1:2], (CONTROLLED,), length=16, controls=False)
 
 
-@pytest.fixture(scope="module", params=["onnxruntime", pytest.param("openvino", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["onnxruntime", *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
 def staged(request: pytest.FixtureRequest, trained_bundles: Callable[..., Path]) -> Path:
-    return trained_bundles(backend=request.param, capacity=255, k=[4], batch=2, stages="2")
+    *mixed, last = request.param.split(",")
+    backends = {"stage_backends": (*mixed, last)} if mixed else {"backend": last}
+    return trained_bundles(capacity=255, k=[4], batch=2, stages="2", **backends)
 
 
 @pytest.fixture(scope="module")

@@ -32,9 +32,9 @@ for most in sys.argv[2:]:
     os.environ["OMP_NUM_THREADS"] = most
     engines = open_engines(folder, *open_bundle(folder))
     whole = engines.sizes("target", 1)
-    for stage in engines.build.stages:
+    for stage, home in zip(engines.build.stages, engines.build.homes):
         before = len(os.listdir("/proc/self/task"))
-        kept.append(engines.model("target", whole.of(stage)))
+        kept.append(engines.others.get(home, engines).model("target", whole.of(stage)))
         print(1 + len(os.listdir("/proc/self/task")) - before)
 *_, last = Outrider.load(folder).generate("the quick", SamplingParams(max_new_tokens=4), k=2)
 print(last.finish_reason)
@@ -51,11 +51,17 @@ def bundle(request: pytest.FixtureRequest, tiny_export: Path, once: Callable[...
     return once(f"tiny-threads-{request.param}", make)
 
 
+def counted(bundle: Path, *most: int) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", COUNT, bundle, *map(str, most)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
 def test_a_bundle_shows_the_threads_of_its_stages(bundle: Path) -> None:
     made = read_manifest(bundle).build
     assert made is not None
     assert [(stage.device, stage.threads) for stage in made.stages] == [(None, 3), (None, 1)]
-    assert [stage.threads for stage in made.in_one_place.stages] == [None, None]
+    assert [stage.threads for stage in made.in_one_place("cpu").stages] == [None, None]
     shown = " ".join(run_here("inspect", bundle).stdout.replace("\u2502", " ").split())
     assert "on 3 threads" in shown
     assert "on 1 thread" in shown
@@ -64,9 +70,14 @@ def test_a_bundle_shows_the_threads_of_its_stages(bundle: Path) -> None:
 @pytest.mark.parametrize("bundle", ["onnxruntime"], indirect=True)
 def test_each_stage_of_onnxruntime_has_its_own_threads(bundle: Path) -> None:
     """As many as it names, but not more than its process may use, such as an actor of Ray with two cores."""
-    done = subprocess.run([sys.executable, "-c", COUNT, bundle, "4", "2"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["3", "1", "2", "1", "length"]
+    assert counted(bundle, 4, 2) == ["3", "1", "2", "1", "length"]
+
+
+def test_onnxruntime_has_all_threads_before_a_stage_of_openvino(tiny_export: Path, tmp_path: Path) -> None:
+    """Without other stages than OpenVINO's, it only runs samplers, in one thread."""
+    bundle = build(tiny_export, tmp_path / "bundle", stages="2", stage_backends=("onnxruntime", "openvino"))
+    first, *_ = counted(bundle, 4)
+    assert first == "4"
 
 
 @pytest.mark.parametrize("bundle", ["onnxruntime"], indirect=True)

@@ -13,7 +13,7 @@ from outrider.backends.base import Backend, Engines
 from outrider.backends.comparison import alike
 from outrider.backends.onnxruntime.backend import OnnxRuntimeBackend
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
-from outrider.backends.open import open_bundle, open_engines
+from outrider.backends.open import open_bundle, open_engines, read_bundle
 from outrider.backends.rewriting.parts import weights_of, weights_read
 from outrider.builder.build import build_engine
 from outrider.builder.defaults import BackendChoice
@@ -81,6 +81,33 @@ def test_a_backend_without_stages_is_refused(tiny_export: Path, tmp_path: Path) 
 )
 def test_devices_that_do_not_fit_are_refused(tiny_export: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
     done = run_here("build-engine", tiny_export, "-o", tmp_path / "bundle", "--backend", "onnxruntime", *options)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--stages", "2", "--stage-backend", "openvino"), "--stage-backend names 1 backends, and the target has 2 stages"),
+        (("--stage-backend", "openvino,onnxruntime"), "names 2 backends, and the target has no stages"),
+        (("--stages", "2", "--stage-backend", "onnx,openvino"), "there is no backend 'onnx'"),
+        (("--stages", "2", "--stage-backend", "tensorrt-rtx,onnxruntime"), "the backend tensorrt-rtx runs no stages"),
+        (("--stages", "2", "--stage-backend", "openvino,openvino", "--backend", "openvino"), "--backend and --stage-backend"),
+        (
+            ("--stages", "2", "--stage-backend", "openvino,onnxruntime", "--stage-device", "cuda:0,cpu"),
+            "openvino has no device 'cuda:0' for stages",
+        ),
+        (
+            ("--stages", "2", "--stage-backend", "onnxruntime,openvino", "--device", "gpu"),
+            "onnxruntime has no device 'gpu' for stages",
+        ),
+    ],
+)
+def test_backends_that_do_not_fit_are_refused(
+    tiny_export: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    done = run_here("build-engine", tiny_export, "-o", tmp_path / "bundle", *options)
     assert done.returncode == 2
     assert message in done.stderr
     assert not (tmp_path / "bundle").exists()
@@ -208,6 +235,40 @@ def test_commands_take_a_bundle_in_stages(tiny_export: Path, tmp_path: Path) -> 
     assert after is not None
     assert after.stages == before.stages
     assert after.costs["target"] != before.costs["target"]
+
+
+def test_commands_take_stages_of_two_backends(tiny_export: Path, tmp_path: Path) -> None:
+    bundle, backends = tmp_path / "bundle", ("onnxruntime", "openvino")
+    options = ("--k", "1", "--capacity", "64", "--stages", "2", "--stage-backend", ",".join(backends))
+    done = run_here("build-engine", tiny_export, "-o", bundle, *options)
+    assert done.returncode == 0, done.stderr
+    made = read_manifest(bundle).build
+    assert made is not None
+    assert (made.backend, made.other_backends, bool(made.costs)) == ("openvino", ["onnxruntime"], True)
+    other = made.stages[0].backend
+    assert other is not None
+    assert other.rewrites
+    shown = " ".join(run_here("inspect", bundle).stdout.replace("\u2502", " ").split())
+    assert f"by onnxruntime {other.version}" in shown
+    for arguments in (
+        ("calibrate", bundle),
+        ("plan", bundle, "--link", "0.2", "1", "--rate", "0.7"),
+        ("verify", bundle, "--engines", tiny_export),
+    ):
+        done = run_here(*arguments)
+        assert done.returncode == 0, (arguments, done.stderr, done.stdout)
+    done = run_here("generate", bundle, "--prompt", "a", "--device", "cuda")
+    assert done.returncode == 2
+    assert "openvino does not run on cuda" in done.stderr
+    seen = made.seen_by("onnxruntime")
+    assert (seen.backend, seen.rewrites) == ("onnxruntime", {"target": other.rewrites})
+    assert seen.seen_by("openvino") == msgspec.structs.replace(made, rewrites={"target": made.rewrites["target"]})
+    stages = [msgspec.structs.replace(stage, device="gpu") for stage in made.stages]
+    (bundle / "manifest.json").write_bytes(
+        msgspec.structs.replace(read_manifest(bundle), build=msgspec.structs.replace(made, stages=stages)).encode()
+    )
+    with pytest.raises(FolderError, match="onnxruntime has no device 'gpu' for stages"):
+        read_bundle(bundle)
 
 
 def test_a_bundle_shows_its_stages(tiny_export: Path, tmp_path: Path) -> None:
