@@ -45,7 +45,7 @@ class Engines(ABC):
         self.manifest = manifest
         self.build = build
         self.device = device
-        self.others: Mapping[str, Engines] = {}  # of stages on another device or backend, by `Build.homes`
+        self.others: Mapping[str, Engines] = {}  # of stages, by `Build.homes`, and drafts that run elsewhere
         # Opens the stages of a target with these sizes, all but the last, in other processes.
         self.elsewhere: Callable[[Engines, Sequence[Sizes]], Session] | None = None
 
@@ -79,7 +79,10 @@ class Engines(ABC):
     def _opened(self, role: str, batch: int) -> Session:
         whole = self.sizes(role, batch)
         if not (stages := self.build.stages_of(role)):
-            return self.model(role, whole)
+            drafts = role != "target" and role not in READS_FEATURES  # heads read features beside the target
+            there = self.others.get(self.build.draft_device or "", self) if drafts else self
+            model = there.model(role, whole)
+            return model if there.device.stream == self.device.stream else StagedSession([model], [whole], whole, self.device)
         sizes = [whole.of(stage) for stage in stages]
         if self.elsewhere:
             return StagedSession([self.elsewhere(self, sizes[:-1]), self.model(role, sizes[-1])], sizes[-2:], whole)
@@ -221,6 +224,8 @@ class Backend(ABC):
             FolderError: something is missing.
         """
         self.check_stages(build)
+        if build.draft_device is not None and not self.has(build.draft_device):
+            raise damaged(f"{self.name} has no device {build.draft_device!r} for drafts - at `$.build.draft_device`")
         whole = [name for name in manifest.engines if not build.stages_of(name)]
         required = {TOKENIZER, *(file for name in whole for file in self.engine_files(name))}
         required |= {each for stage in build.stages for path in [step_file("target", stage)] for each in (path, path + WEIGHTS)}

@@ -37,6 +37,7 @@ class BuildSpec:
     parts: Sequence[ir.Model] = ()  # their graphs
     stage_devices: Sequence[str] = ()  # of the stages; empty if all are on `device`
     stage_threads: Sequence[int | None] = ()  # of the stages; empty if none has a number
+    draft_device: str | None = None  # of draft models, if it is not that of the last stage
     stage_backends: Sequence[str] = ()  # of the stages; empty if all have the bundle's
 
     def result(self, backend: str, version: str, device: str, **fields: Any) -> Build:
@@ -57,6 +58,7 @@ class BuildSpec:
             batch=self.batch,
             max_prompt_chunk=self.max_prompt_chunk,
             windows=window_buckets(self.capacity),
+            draft_device=self.draft_device,
             **fields,
         )
 

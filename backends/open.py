@@ -41,7 +41,7 @@ def open_engines(folder: Path, manifest: Manifest, build: Build, device: str | N
 
     Args:
         device: one of the backend's `devices`, for all engines; None is what the bundle was built for, which may be another
-            device, and another number of threads, for each stage.
+            device, and another number of threads, for each stage, and another device for draft models.
 
     Raises:
         UsageError: the backend does not run on that device.
@@ -53,7 +53,7 @@ def open_engines(folder: Path, manifest: Manifest, build: Build, device: str | N
     engines = _open(folder, manifest, build, last, device)
     of_homes = {build.homes[index]: index for index in homes if build.homes[index] != build.homes[last]}
     engines.others = {home: _open(folder, manifest, build, index, device) for home, index in of_homes.items()}
-    return engines
+    return _with_drafts(engines)
 
 
 def open_stage(folder: Path, manifest: Manifest, build: Build, index: int, device: str | None = None) -> Engines:
@@ -76,6 +76,15 @@ def open_last(folder: Path, manifest: Manifest, build: Build, device: str | None
     engines = _open(folder, manifest, build, -1, device)
     others = {home: index for index, home in enumerate(build.homes[:-1]) if build.stages[index].backend}
     engines.others = {home: _open(folder, manifest, build, index, "cpu") for home, index in others.items()}
+    return _with_drafts(engines)
+
+
+def _with_drafts(engines: Engines) -> Engines:
+    """Open the device of draft models, too, if it is another one."""
+    build = engines.build
+    if build.draft_device is not None and build.draft_device not in (build.homes[-1], *engines.others):
+        away = registry.get(build.backend).open(engines.folder, engines.manifest, build, build.draft_device)
+        engines.others = {**engines.others, build.draft_device: away}
     return engines
 
 

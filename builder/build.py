@@ -20,7 +20,7 @@ from outrider.builder.passes import measure
 from outrider.builder.stages import check_number, cut_target, stage_place
 from outrider.bundle.folder import digest_all, read_manifest, staged, write_whole
 from outrider.bundle.integrity import check_file, unchanged
-from outrider.bundle.manifest import MANIFEST, Build, Manifest, model_file
+from outrider.bundle.manifest import MANIFEST, READS_FEATURES, Build, Manifest, model_file
 from outrider.engines.contract import window_buckets
 from outrider.errors import DeviceError, EngineError, FolderError, OutriderError, OutriderWarning, UsageError
 from outrider.progress import SILENT, Progress
@@ -47,6 +47,7 @@ def build_engine(
     stages: str | None = None,
     stage_devices: Sequence[str] = (),
     stage_backends: Sequence[str] = (),
+    draft_device: str | None = None,
     measured: Build | None = None,
     progress: Progress = SILENT,
 ) -> Manifest:
@@ -64,6 +65,7 @@ def build_engine(
         stages: into how many stages to cut the target, or the layers of each, such as "0-13,14-27"; None does not cut it.
         stage_devices: of each stage, such as "cuda:1" or "cpu:threads=4", in place of `device`; empty if all are on one.
         stage_backends: of each stage, in place of `backend`; empty if all have one.
+        draft_device: where draft models run, such as "cuda:0"; None is where the last stage does, or the whole target.
         measured: a build to take costs and acceptance from, so that no engine runs; None measures here.
 
     Raises:
@@ -89,6 +91,7 @@ def build_engine(
     *preferred, last = _backends(backend, manifest, [device] if device and not places else devices)
     others = [each for name in stage_backends for each in _backends(name, manifest, ())]
     spec = BuildSpec(source, manifest, output, sorted(set(k)), capacity, batch, max_prompt_chunk, device, options)
+    spec = replace(spec, draft_device=draft_device)
     _check_sizes(spec)
     if stages is not None:
         _check_cuts([*preferred, last])
@@ -137,6 +140,7 @@ def _build(backend: Backend, spec: BuildSpec, measured: Build | None, progress: 
             raise UsageError(f"{owner.name} has no device {each!r} for stages", hint)
     of_stages = zip(spec.stage_devices, owners, strict=bool(spec.stage_devices))
     spec = replace(spec, stage_devices=[f"{each}:0" if each in owner.numbered else each for each, owner in of_stages])
+    spec = replace(spec, draft_device=_away(backend, spec))
     with staged(spec.output) as folder:
         with unchanged(spec.source) as intact:
             build = backend.build(replace(spec, source=intact), folder, progress)
@@ -157,6 +161,24 @@ def _build(backend: Backend, spec: BuildSpec, measured: Build | None, progress: 
         sealed = msgspec.structs.replace(manifest, build=build)
         (folder / MANIFEST).write_bytes(sealed.encode())
     return sealed
+
+
+def _away(backend: Backend, spec: BuildSpec) -> str | None:
+    """Return the device of drafts by its number, or None if it is that of the last stage."""
+    wanted = spec.draft_device
+    if wanted is None:
+        return None
+    if not {*spec.manifest.roles} - {"target", *READS_FEATURES}:
+        raise UsageError(
+            "--draft-device is for draft models, and the export has none", "leave it out: heads run beside the target"
+        )
+    if not backend.has(wanted):
+        known = [*backend.devices, *(f"{kind}:0" for kind in backend.numbered)]
+        hint = f"use {' or '.join(known)}" if known else "leave it out"
+        raise UsageError(f"{backend.name} has no device {wanted!r} for drafts", hint)
+    last = spec.stage_devices[-1] if spec.stage_devices else spec.device or backend.devices[0]
+    own, last = (f"{each}:0" if each in backend.numbered else each for each in (wanted, last))
+    return None if own == last else own
 
 
 def _with_other_stages(spec: BuildSpec, folder: Path, build: Build, progress: Progress) -> Build:

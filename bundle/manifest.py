@@ -171,6 +171,7 @@ class Build(Struct, frozen=True):
     # By drafter, the share of the target's greedy tokens that it would have drafted, over prompts that ship with outrider.
     acceptance: dict[str, Share] = {}  # empty if it was not measured
     stages: list[Stage] = []  # of the target, in order; empty if it is not cut
+    draft_device: str | None = None  # of models that draft, but not of heads; None is that of the last stage
     # The other fields are for single backends: the first for ONNX Runtime and OpenVINO, the others for TensorRT.
     rewrites: dict[str, dict[str, int]] = {}  # role -> rewrite -> how often it was applied; empty for exported graphs
     compute_capabilities: list[str] = []  # such as 8.9, that the engines run on; if empty, the plans decide
@@ -217,6 +218,7 @@ class Build(Struct, frozen=True):
             backend_version=next((each.version for each in ours.values() if each), ""),
             device=device.partition(":")[0],
             stages=stages,
+            draft_device=None,
             rewrites={"target": rewrites} if rewrites else {},
         )
 
@@ -239,9 +241,9 @@ class Build(Struct, frozen=True):
         return None if at is None else at.threads
 
     def in_one_place(self, device: str) -> Build:
-        """Return the build on a device, without devices and threads of its own for each stage."""
+        """Return the build on a device, without devices and threads of their own for stages and drafts."""
         stages = [msgspec.structs.replace(stage, device=None, threads=None) for stage in self.stages]
-        return msgspec.structs.replace(self, device=device, stages=stages)
+        return msgspec.structs.replace(self, device=device, stages=stages, draft_device=None)
 
     def stages_of(self, role: str) -> list[Stage]:
         """Return the stages of one of `ROLES`; empty if it is not cut."""

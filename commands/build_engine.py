@@ -130,6 +130,13 @@ def _backend_options(command: Any) -> Any:
     help="The backend of each stage: onnxruntime,openvino. Drafts have that of the last stage.  [default: --backend, for all]",
 )
 @click.option(
+    "--draft-device",
+    cls=GroupedOption,
+    group=ENGINES,
+    metavar="DEVICE",
+    help="The device of draft models: cuda:0.  [default: that of the target, or of its last stage]",
+)
+@click.option(
     "--costs",
     cls=GroupedOption,
     group=ENGINES,
@@ -152,6 +159,7 @@ def command(
     stages: str | None,
     stage_devices: tuple[str, ...] | None,
     stage_backends: tuple[str, ...] | None,
+    draft_device: str | None,
     costs: Path | None,
     as_json: bool,
     **options: Any,
@@ -177,6 +185,7 @@ def command(
             stages=stages,
             stage_devices=stage_devices or (),
             stage_backends=stage_backends or (),
+            draft_device=draft_device,
             options={name: value for name, value in options.items() if value is not None},
             measured=measured,
             progress=progress,

@@ -238,6 +238,8 @@ def _add_build(table: Any, manifest: Manifest, build: Build) -> None:
         cell += f", on {', '.join(place)}" if place else ""
         cell += f", by {stage.backend.name} {stage.backend.version}" if stage.backend else ""
         table.add_row("stage {}, layers {}-{}".format(number, *stage.layers), cell)
+    if build.draft_device is not None:
+        table.add_row("device of draft models", build.draft_device)
     table.add_row("max prompt chunk", str(build.max_prompt_chunk))
     table.add_row("windows", ", ".join(str(window) for window in build.windows))
     if build.acceptance:

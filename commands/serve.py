@@ -186,7 +186,7 @@ def command(
         return
     places = [device or place for place in build.places]
     stages = [{"CPU": stage_cores} | ({} if place == "cpu" else {"GPU": 1}) for place in places[:-1]] if stage_cores else []
-    own = places[len(stages) :]
+    own = [*places[len(stages) :], "cpu" if device else build.draft_device or "cpu"]
     gpus = max(0 if place == "cpu" else 1 + int(place.partition(":")[2] or 0) for place in own)  # up to the last in use
     cpus = cpus or (1 if gpus or stage_cores else None)
     cluster.run(settings, cluster.Scale(replicas, build.batch, cpus, gpus, stages), host, port, drain)

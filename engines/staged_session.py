@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -67,34 +68,39 @@ class StagedSession(Session):
     Whoever uses it does not notice the stages. All of them know the same sequences, slots and windows, and this session alone
     keeps account of recurrent states. Its device is that of the last stage, which gives the logits. A pass begins with copies
     of its inputs to the other devices, and where the next stage is on another device, what it takes is copied there.
+
+    A draft model in one piece that is on another device than the target is a single stage away from `home`: its logits are
+    copied there, where tokens are drawn from them.
     """
 
-    def __init__(self, stages: Sequence[Session], sizes: Sequence[Sizes], whole: Sizes):
+    def __init__(self, stages: Sequence[Session], sizes: Sequence[Sizes], whole: Sizes, home: Device | None = None):
         """Allocate what the stages pass on, and the inputs of a pass on each device.
 
         Args:
             stages: the sessions, in order.
             sizes: their sizes.
             whole: the sizes of the whole model.
+            home: the device of the caller's buffers; None is that of the last stage.
 
         Raises:
             EngineError: a device has too little memory.
         """
-        super().__init__(stages[-1].device, whole)
+        super().__init__(home or stages[-1].device, whole)
         self.stages = list(stages)
         self.skips_logits, self.overlaps = stages[-1].skips_logits, stages[0].overlaps and self.device.synchronous
-        devices = _different(stage.device for stage in stages)
+        devices = _different([*(stage.device for stage in stages), self.device])
         self.recordable = all(stage.recordable for stage in stages) and len({device.synchronous for device in devices}) == 1
         self.ragged = len(devices) == 1 and all(stage.ragged for stage in stages)
-        passed = [each.stage for each in sizes if each.stage is not None]
-        self._gives = [stage.gives for stage in passed]
+        passed = [each.stage for each in sizes]
+        self._gives = [stage.gives if stage else [] for stage in passed]
         self._boundaries = {}  # by stream
         for device in devices:
             here = [each for each, stage in zip(passed, stages, strict=True) if stage.device.stream == device.stream]
-            tensors = [tensor for each in here for tensor in (*each.takes, *each.gives)]
+            tensors = [tensor for each in here if each for tensor in (*each.takes, *each.gives)]
             self._boundaries[device.stream] = boundary_buffers(device, tensors, whole)
         self._no_logits = {device.stream: device.zeros((1,), "float32", "no logits") for device in devices}
         lengths = [whole.batch * whole.max_rows, *[whole.batch] * (3 if whole.recurrent else 1)]
+        self._away = self.device.zeros((0,), "float32", "no logits")  # of the last stage, if it is not at home
         self._inputs = {  # of passes, on the devices that do not have the caller's
             device: [device.zeros((length,), "int64", "the inputs of a pass") for length in lengths]
             for device in devices
@@ -113,14 +119,26 @@ class StagedSession(Session):
             parts[0] += copies
         for index, stage in enumerate(self.stages):
             stream = stage.device.stream
-            of_stage = replace(passes[stream], boundary=self._boundaries[stream])
-            if stage is not self.stages[-1]:
+            of_stage, last = replace(passes[stream], boundary=self._boundaries[stream]), stage is self.stages[-1]
+            away = last and stream != self.device.stream
+            if not last or (away and not buffers.logits.nbytes):
                 of_stage = replace(of_stage, logits=self._no_logits[stream].part(0, count, 0, self.vocab_rows))
+            elif away:
+                of_stage = replace(of_stage, logits=self._logits_away(stage.device, buffers.logits))
             first, *others = stage.bind_parts(of_stage)
             parts[-1].append(first)
             parts += [[each] for each in others]
             parts[-1] += self._handing_on(index, count, rows)
+            if away and buffers.logits.nbytes:
+                parts[-1].append(self.device.receive(buffers.logits, of_stage.logits, stage.device))
         return [in_sequence(part) for part in parts]
+
+    def _logits_away(self, device: Device, logits: Buffer) -> Buffer:
+        """Return memory for logits on the device of the last stage. Passes run one after the other, so they share it."""
+        size = math.prod(logits.shape)
+        if self._away.shape[0] < size:
+            self._away = device.zeros((size,), "float32", "the logits of a pass")
+        return self._away.part(0, *logits.shape)
 
     def _pass_on(self, device: Device, buffers: Pass) -> tuple[Pass, list[Launch]]:
         """Return a pass over copies of its inputs on another device, and the launches that copy them there."""

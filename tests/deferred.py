@@ -253,14 +253,14 @@ def pretend() -> None:
 
 
 def deferred(bundle: Path, max_candidates: int | None = None, slots: int = 1) -> Outrider:
-    """A bundle loaded onto such a device, or onto one for each GPU of its stages; those of the CPU stay there."""
+    """A bundle loaded onto such a device, or onto one for each GPU of its stages and drafts; those of the CPU stay there."""
     manifest, build = open_bundle(bundle)
-    places = [stage.device or build.device for stage in build.stages] or [build.device]
+    places, drafts = build.places, [build.draft_device] if build.draft_device else []
     others = {
         place: OnnxRuntimeEngines(bundle, manifest, build, Cpu())
-        if place == "cpu" and len({*places}) > 1
+        if place == "cpu" and len({*places, *drafts}) > 1
         else DeferredEngines(bundle, manifest, build, max_candidates)
-        for place in places
+        for place in (*places, *drafts)
     }
     engines = others[places[-1]]
     engines.others = others

@@ -6,6 +6,7 @@ import shutil
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,9 @@ def _write_stages(
 def _can_fuse(manifest: Manifest, build: Build) -> bool:
     """Return whether graphs of this precision and build are fused here."""
     on_cpu = build.device == "cpu"
-    if len({stage.device == "cpu" for stage in build.stages if stage.backend is None}) > 1:
+    own = [stage.backend is None for stage in build.stages] or [True]
+    places = [*compress(build.places, own), *([build.draft_device] if build.draft_device else [])]
+    if len({place == "cpu" for place in places}) > 1:
         return False  # what is fused for one kind of device does not run on the other
     precisions = {model.precision for model in manifest.models.values()}
     if on_cpu and ("bf16" in precisions or build.batch > MAX_FUSED):
