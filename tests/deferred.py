@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from outrider.backends import registry
 from outrider.backends.base import Backend, Engines
 from outrider.backends.onnxruntime.backend import OnnxRuntimeBackend
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
@@ -256,12 +257,16 @@ def deferred(bundle: Path, max_candidates: int | None = None, slots: int = 1) ->
     """A bundle loaded onto such a device, or onto one for each GPU of its stages and drafts; those of the CPU stay there."""
     manifest, build = open_bundle(bundle)
     places, drafts = build.places, [build.draft_device] if build.draft_device else []
-    others = {
+    others: dict[str, Engines] = {
         place: OnnxRuntimeEngines(bundle, manifest, build, Cpu())
         if place == "cpu" and len({*places, *drafts}) > 1
         else DeferredEngines(bundle, manifest, build, max_candidates)
         for place in (*places, *drafts)
     }
+    for home, place in zip(build.homes, places, strict=True):
+        if home != place:  # of another backend
+            name = home.split()[0]
+            others[home] = registry.get(name).open(bundle, manifest, build.seen_by(name), place)
     engines = others[places[-1]]
     engines.others = others
     return Outrider(engines, Text.load(bundle, manifest), slots)

@@ -7,20 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 
 from outrider.backends.open import open_bundle
 from outrider.bundle.folder import read_manifest
+from outrider.bundle.manifest import MANIFEST
 from outrider.engines.device import Buffer, Device, Launch
 from outrider.engines.staged_session import StagedSession
-from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.tests.deferred import Deferred, deferred
 from outrider.tests.runtime.stages import CAPACITY, CHUNK, PROMPTS, SLOTS, K, alone, results, together
-from outrider.tests.support import ROOT, Made, build, run_here
+from outrider.tests.support import Made, build, run_here
 
-HYBRID = str(ROOT / "examples" / "tiny-hybrid" / "target")
 SIZES = {"k": [*K], "capacity": CAPACITY, "batch": SLOTS, "max_prompt_chunk": CHUNK}
 
 
@@ -144,8 +144,12 @@ def test_devices_that_do_not_fit_are_refused(tiny_export: Path, tmp_path: Path, 
     assert not (tmp_path / "bundle").exists()
 
 
-def test_a_head_runs_beside_its_target(once: Callable[[str, Callable[[Path], object]], Path], tmp_path: Path) -> None:
-    export = once("hybrid-fp32", lambda output: export_pair(HYBRID, None, output, precision="fp32"))
+def test_a_bundle_without_a_draft_model_is_refused(tiny_export: Path, tmp_path: Path) -> None:
+    """A draft head runs beside its target."""
+    export = Path(shutil.copytree(tiny_export, tmp_path / "export"))
+    manifest = read_manifest(export)
+    lonely = msgspec.structs.replace(manifest, models={"target": manifest.models["target"]})
+    (export / MANIFEST).write_bytes(lonely.encode())
     done = run_here("build-engine", export, "-o", tmp_path / "bundle", "--draft-device", "cuda:0")
     assert done.returncode == 2
     assert "--draft-device is for draft models, and the export has none" in done.stderr

@@ -14,9 +14,10 @@ from outrider.backends.open import open_bundle, open_engines
 from outrider.engines.staged_session import StagedSession
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
+from outrider.tests.deferred import deferred
 from outrider.tests.runtime.local_stages import LocalStages
-from outrider.tests.runtime.stages import SLOTS, alone, at_once, loaded, results, together
-from outrider.tests.support import ROOT, Made
+from outrider.tests.runtime.stages import CAPACITY, CHUNK, SLOTS, K, alone, at_once, loaded, results, together
+from outrider.tests.support import ROOT, Made, build
 
 HYBRID = str(ROOT / "examples" / "tiny-hybrid" / "target")
 ORT, OV = "onnxruntime", "openvino"
@@ -77,8 +78,8 @@ def name(request: pytest.FixtureRequest) -> str:
 def test_texts_of_mixed_stages_are_their_plain_ones(made: Made[Outrider], name: str) -> None:
     """Greedy and sampled, free and under grammars, with each drafter of the bundle, and with requests that come and go."""
     staged, mix = made[name], MIXES[name]
-    build = staged.build
-    assert [stage.backend.name if stage.backend else build.backend for stage in build.stages] == [*mix.backends]
+    own = staged.build.backend
+    assert [stage.backend.name if stage.backend else own for stage in staged.build.stages] == [*mix.backends]
     want = alone(staged, 0, None, 12)
     for drafter in staged.drafters:
         assert alone(staged, 4, drafter, 12) == want, drafter
@@ -98,6 +99,20 @@ def test_each_backend_computes_its_stages_in_actors_too(made: Made[Outrider], na
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert at_once(Outrider(engines, staged.text, SLOTS), 4, 12) == alone(staged, 0, None, 12)
+
+
+def test_a_gpu_takes_the_last_layers_and_another_backend_the_first(
+    drafter_exports: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """The GPU only behaves as one does; the bundle is built without it."""
+    sizes = {"k": [*K], "capacity": CAPACITY, "batch": SLOTS, "max_prompt_chunk": CHUNK}
+    places = {"stages": "2", "stage_backends": (OV, ORT), "stage_devices": ("cpu", "cuda:0")}
+    staged = deferred(build(drafter_exports("fp32", "trained head"), tmp_path / "bundle", **places, **sizes), slots=SLOTS)
+    assert staged.build.homes == ["openvino cpu", "cuda:0"]
+    want = alone(staged, 0, None, 12)
+    for drafter in staged.drafters:
+        assert alone(staged, 4, drafter, 12) == want, drafter
+    assert together(staged, "auto") == together(staged, 0)
 
 
 def test_a_backend_that_needs_pairs_of_rows_gets_them_in_any_stage(
