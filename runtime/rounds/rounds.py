@@ -140,11 +140,11 @@ class Rounds:
                 return None
             if state.rows and step.status is not None:
                 mask_row(self.launches, state, step.row)
+                if not state.active:  # nobody would wait for a pass in other processes
+                    return None
             started = clock()
             step.launch()
             self._seconds += clock() - started
-            if step.status is None:
-                continue
             if not state.decided(step):
                 return at
             if stop is not None and 0 <= step.row < shape.drafted - 1:

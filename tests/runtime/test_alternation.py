@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import pytest
 from outrider.backends.open import open_bundle, open_engines
 from outrider.errors import EngineError, StageError
 from outrider.runtime.generation import Outrider
+from outrider.runtime.grammar.errors import GrammarError
+from outrider.runtime.grammar.matcher import LocalMatcher
+from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
 from outrider.runtime.rounds.buffers import RoundState
@@ -133,6 +137,28 @@ def test_requests_whose_grammars_are_late_leave_a_half_and_come_back(
         assert all(isinstance(event, Event) for _, event in steps(scheduler))
         assert answers(requests) == {text: alone(text) for text in TEXTS}
     assert chain.overlapping > 5
+
+
+def test_a_grammar_that_fails_at_a_drafted_token_leaves_no_pass_under_way(
+    halves: tuple[Outrider, LocalChain], alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first stages would answer the pass of another round with it."""
+    outrider, _ = halves
+    masks = LocalMatcher.masks
+
+    def failing(self: LocalMatcher, drafted: Sequence[int]) -> Any:
+        if drafted:
+            raise GrammarError("it broke", "hint it")
+        return masks(self, drafted)
+
+    monkeypatch.setattr(LocalMatcher, "masks", failing)
+    scheduler, grammar = Scheduler(outrider, k=4, drafter="model"), StructuredOutputs(regex="[a-z ]{9,}")
+    scheduler.submit([5, 6, 7], replace(params(), structured_outputs=grammar))
+    *_, (_, last) = steps(scheduler)
+    assert str(last) == "it broke"
+    requests = submitted(scheduler)
+    assert all(isinstance(event, Event) for _, event in steps(scheduler))
+    assert answers(requests) == {text: alone(text) for text in TEXTS}
 
 
 @pytest.mark.parametrize("fails", [9, 10])
