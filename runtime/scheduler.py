@@ -171,7 +171,7 @@ class Scheduler:
         """Drop a request, and free its slot at once."""
         if request.slot is not None:
             while self._rounds.begun:
-                self._ended += self._rounds.end()
+                self._ended += self._timed(self._rounds.begun, self._rounds.end)
             for ended, result in self._ended:
                 if ended.slot is not None and isinstance(result, EngineError):  # or nobody learns of it if `ended` is cancelled
                     ended.slot.finite = False
@@ -259,15 +259,19 @@ class Scheduler:
         if plan.read is not None and (error := self._read(plan.read)) is not None:
             results.append((plan.read, error))
         if decoding := [*plan.round, *self._rounds.begun]:
-            engines = self.bundle.engine_seconds()
-            decided = self._rounds.run(plan.round, alone=plan.read is None)
-            engines = self.bundle.engine_seconds() - engines
-            for request in decoding:
-                request.stats.engine_seconds += engines
+            decided = self._timed(decoding, lambda: self._rounds.run(plan.round, alone=plan.read is None))
             drafted = (len(result.drafted) for _, result in decided if isinstance(result, RoundResult))
             self._last = len(decided), max(drafted, default=0)
             results += decided
         return results
+
+    def _timed(self, requests: Sequence[Request], run: Callable[[], Decided]) -> Decided:
+        """Run rounds, and count the time of the engines for the requests that take part."""
+        started = self.bundle.engine_seconds()
+        decided = run()
+        for request in requests:
+            request.stats.engine_seconds += self.bundle.engine_seconds() - started
+        return decided
 
     def _read(self, request: Request) -> EngineError | None:
         assert request.slot is not None

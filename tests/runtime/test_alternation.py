@@ -114,8 +114,10 @@ def test_a_request_is_cancelled_while_its_round_is_under_way(halves: tuple[Outri
     outrider, _ = halves
     for at in range(len(TEXTS)):
         scheduler, requests = two_under_way(halves)
-        cancelled = requests.pop(TEXTS[at])
+        stats, cancelled = [request.stats for request in requests.values()], requests.pop(TEXTS[at])
+        counted = sum(each.engine_seconds for each in stats)
         scheduler.cancel(cancelled)
+        assert sum(each.engine_seconds for each in stats) > counted  # of the round that ends there
         requests[TEXTS[at]] = scheduler.submit(outrider.text.encode(TEXTS[at], chat=False), params())
         for request, event in steps(scheduler):
             assert isinstance(event, Event)
