@@ -30,7 +30,7 @@ from outrider.runtime.text.text import PromptTooLongError
 from outrider.serve.api.answer import PlainFormat
 from outrider.serve.api.errors import ApiError, api_error, unknown_model
 from outrider.serve.api.protocol import Common
-from outrider.serve.deliveries import Result, TimedOutError
+from outrider.serve.deliveries import Result, TimedOutError, in_time
 from outrider.serve.engine import EngineThread
 from outrider.serve.settings import Settings
 from outrider.serve.workers.messages import PromptJob
@@ -119,10 +119,14 @@ class ResponseAssembler(ABC, Generic[Body]):
         return await encode(self._engine, job, owner, self.prompt_field, self._left)
 
     @property
+    def _limit(self) -> float:
+        """The request's time limit in seconds, or the server's."""
+        return min(self._settings.timeout, self.body.timeout or self._settings.timeout)
+
+    @property
     def _left(self) -> float:
-        """The seconds until the request's time limit, or the server's."""
-        limit = self._settings.timeout
-        return min(limit, self.body.timeout or limit) - (time.perf_counter() - self._started)
+        """What is left of the time limit."""
+        return self._limit - (time.perf_counter() - self._started)
 
     async def respond(self, prompts: list[list[int]]) -> Response:
         """Submit the prompts, all or none, and return the response, whole or as a stream.
@@ -130,21 +134,23 @@ class ResponseAssembler(ABC, Generic[Body]):
         Raises:
             ApiError: a limit of the server is exceeded, or a choice of a whole response failed.
             UsageError, QueueFullError, NotReadyError: see `EngineThread.submit`.
+            TimedOutError: the engines hang.
         """
         self._check_limits(prompts)
         self.prompts = prompts
         params = self.params(prompts[0], await self._compiled(prompts[0]) if self.answers.constrained else None)
         requests = [(prompt, replace(params, seed=seed)) for prompt in prompts for seed in self.body.seeds()]
         owner = self._http.state.owner
-        self.requests = await self._engine.submit(
-            requests,
-            lambda *result: self._results.put_nowait(result),
-            self.answers.shown,
-            owner,
-            self.body.priority,
-            self.body.timeout,
-            time.perf_counter() - self._started,
-        )
+        async with in_time(self._limit, self._left):
+            self.requests = await self._engine.submit(
+                requests,
+                lambda *result: self._results.put_nowait(result),
+                self.answers.shown,
+                owner,
+                self.body.priority,
+                self.body.timeout,
+                time.perf_counter() - self._started,
+            )
         if self.body.stream:
             return _Stream(self._stream(), self._cancel)
         return JSONResponse(self.whole(await self._collect()))
@@ -194,7 +200,11 @@ class ResponseAssembler(ABC, Generic[Body]):
         """
         try:
             while len(self._finished) < len(self.requests):
-                index, result = await self._results.get()
+                try:
+                    async with in_time(self._limit, self._left):
+                        index, result = await self._results.get()
+                except TimedOutError as error:
+                    raise api_error(error, self._path) from error
                 if isinstance(result, OutriderError):
                     self._finished[index] = "error"
                     raise api_error(result, self._path)

@@ -22,6 +22,7 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.runtime.rounds.rounds import Rounds
 from outrider.runtime.scheduler import Scheduler
+from outrider.serve import deliveries
 from outrider.serve.engine import EngineThread, NotReadyError
 from outrider.serve.metrics import Metrics
 from outrider.serve.watchdog import MAX_FAILED_STEPS
@@ -103,6 +104,42 @@ def test_broken_engines_are_reported(
     with pytest.raises(NotReadyError, match=r"the bundle cannot be run: .*the device is gone"):
         engine.check()
     engine.stop()
+
+
+def test_requests_are_told_that_their_time_is_over_while_a_step_hangs(
+    tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that run and those that come meanwhile, whole and as streams. Later ones are answered."""
+    bundle = build(tiny_export, tmp_path / "bundle", k=[1], capacity=127, batch=2)
+    going, hangs, step = threading.Event(), threading.Event(), Scheduler.step
+
+    def stepping(scheduler: Scheduler) -> Any:
+        if not going.is_set():
+            hangs.set()
+        going.wait(8)
+        return step(scheduler)
+
+    monkeypatch.setattr(Scheduler, "step", stepping)
+    monkeypatch.setattr(deliveries, "LATE", 0.1)
+    going.set()
+    asked = {"prompt": [5, 6, 7], "max_tokens": 30, "min_tokens": 30}
+    with serving_here(bundle) as server, ThreadPoolExecutor(4) as pool:
+        _, want = complete(server, **asked)
+        going.clear()
+        bodies = [json.dumps(asked | {"timeout": 1, "stream": each}).encode() for each in (False, True)]
+        running, streamed = (pool.submit(fetch, f"{server.url}/v1/completions", body) for body in bodies)
+        assert hangs.wait(60)
+        began = time.monotonic()
+        status, answer = complete(server, **asked, timeout=1)
+        assert (status, answer["error"]["code"]) == (504, "timeout")
+        assert "longer than 1 seconds" in answer["error"]["message"]
+        assert running.result(10)[0] == 504
+        assert b"longer than 1 seconds" in streamed.result(10)[2]
+        assert time.monotonic() - began < 6
+        going.set()
+        status, answer = complete(server, **asked)
+        assert (status, answer["choices"][0]["text"]) == (200, want["choices"][0]["text"])
+        assert server.health()[0] == 200
 
 
 def test_a_slow_reader_does_not_delay_others(trained_export: Path, tmp_path: Path) -> None:

@@ -95,15 +95,18 @@ def test_after_a_signal_answers_finish_however_long_it_takes(bundle: Path, want:
         assert (status, found["choices"][0]["text"]) == (200, want)
 
 
-def test_a_stage_that_hangs_is_waited_for_no_longer_than_an_answer(bundle: Path, want: str) -> None:
+def test_while_a_stage_hangs_clients_wait_no_longer_than_they_would_for_an_answer(bundle: Path, want: str) -> None:
     body = json.dumps({"prompt": PROMPT, "max_tokens": 24, "temperature": 0}).encode()
     with serving(bundle, "--stage-cores", "1", "--timeout", "3", env={"RAY_ADDRESS": "local"}) as server:
         signal_stages(server.process.pid, signal.SIGSTOP)
-        began = time.monotonic()
-        status, answer = post(server, "/v1/completions", body)
-        assert (status, "did not answer within 30 seconds" in answer["error"]["message"]) == (500, True), answer
-        assert 30 < time.monotonic() - began < 37  # the least, because the first pass reads weights from the disk
+        for _ in range(2):
+            began = time.monotonic()
+            status, answer = post(server, "/v1/completions", body)
+            assert (status, answer["error"]["code"]) == (504, "timeout"), answer
+            assert 3 < time.monotonic() - began < 10
+        assert server.health()[0] == 503
         server.ready()
+        assert any("did not answer within 30 seconds" in line for line in server.log)  # the least; see `LEAST_PASSING`
         status, answer = post(server, "/v1/completions", body)
         assert (status, answer["choices"][0]["text"]) == (200, want)
 
