@@ -72,6 +72,9 @@ class RemoteStages(Session):
         self._paired = True
         self._chain.later("pair_lone_rows")
 
+    def check(self) -> None:
+        self._chain.check()
+
     def reopen(self) -> None:
         self._chain.close()  # or the new actors find no free cores
         self._chain = self._connect()

@@ -106,6 +106,8 @@ class Chain:
         self._calls: list[Call] = []  # that travel with the next pass
         self._passes = 0
         self._failure: tuple[str, str] | None = None  # message and hint
+        self._asked: list[Any] = []  # whether the stages live
+        self._until = 0.0  # when they must have answered, by `time.monotonic`
         self._ended = weakref.finalize(self, _end, self._actors)
 
     def open(self, *arguments: Any) -> None:
@@ -196,9 +198,26 @@ class Chain:
         try:
             found = ray.get(asked, timeout=self._timeout)
         except RayError as error:
-            reason = self._first(asked, f"did not answer within {self._timeout:g} seconds")
-            raise self._fail(error, reason or reason_of(error), AGAIN) from error
+            raise self._lost(error, asked) from error
         return {name: tensor for each in found for name, tensor in each.items()}
+
+    def check(self) -> None:
+        """Look, without waiting, at what the stages have answered since the last call, and ask them again.
+
+        Raises:
+            StageError: one has died, or has not answered within the limit of a pass.
+        """
+        self._check()
+        try:
+            ray.get(self._asked, timeout=0)
+            self._asked, self._until = [actor.done.remote() for actor in self._actors], time.monotonic() + self._timeout
+        except Exception as error:  # Ray also raises plain ones
+            if not isinstance(error, GetTimeoutError) or time.monotonic() > self._until:
+                raise self._lost(error, self._asked) from error
+
+    def _lost(self, error: Exception, asked: Sequence[Any]) -> StageError:
+        reason = self._first(asked, f"did not answer within {self._timeout:g} seconds")
+        return self._fail(error, reason or reason_of(error), AGAIN)
 
     def _check(self) -> None:
         if self._failure is not None:

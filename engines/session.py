@@ -151,6 +151,13 @@ class Session(ABC):
         """Replace a draft head's features by float32 [B, C, H]; for comparisons."""
         raise NotImplementedError
 
+    def check(self) -> None:  # noqa: B027
+        """Find out, without waiting, whether what runs in other processes has failed since the last pass.
+
+        Raises:
+            StageError: it has.
+        """
+
     def reopen(self) -> None:  # noqa: B027
         """Replace what runs in other processes, after a `StageError`. Its caches are empty then.
 

@@ -169,6 +169,10 @@ class StagedSession(Session):
     def with_features(self) -> Session:
         return self.stages[-1]
 
+    def check(self) -> None:
+        for stage in self.stages:
+            stage.check()
+
     def reopen(self) -> None:
         for stage in self.stages:
             stage.reopen()

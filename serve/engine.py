@@ -23,7 +23,7 @@ from outrider.runtime.request_queue import QueueFullError
 from outrider.runtime.scheduler import Scheduler
 from outrider.runtime.text.stream import NONE_SHOWN
 from outrider.serve.deliveries import Deliveries, Delivery, Result, call_soon, settle
-from outrider.serve.lost_stages import lost_stage, replace_stages
+from outrider.serve.lost_stages import LOOKING, look_for_lost_stages, lost_stage, replace_stages
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import Settings
 from outrider.serve.turns import Turns
@@ -167,8 +167,7 @@ class EngineThread:
         loop, limit = asyncio.get_running_loop(), min(self._timeout, timeout or self._timeout)
         accepted: asyncio.Future[list[Request]] = loop.create_future()
         deadline = time.perf_counter() + limit - waited
-        sinks = (partial(call_soon, loop, deliver, index) for index in range(len(requests)))
-        deliveries = [Delivery(sink, limit, deadline) for sink in sinks]
+        deliveries = [Delivery(partial(call_soon, loop, deliver, index), limit, deadline) for index in range(len(requests))]
         respond = partial(call_soon, loop, settle, accepted)
         self._inbox.put(partial(self._submit, requests, owner, priority, shown, deliveries, respond))
         try:
@@ -229,10 +228,11 @@ class EngineThread:
             self._step(scheduler, watch)
         else:
             self.metrics.stepped(scheduler.load)
+            look_for_lost_stages(scheduler)  # with one, it is busy
 
     def take_calls(self, wait: bool) -> None:
         with suppress(queue.Empty):
-            self._inbox.get(block=wait)()
+            self._inbox.get(block=wait, timeout=LOOKING)()
             while True:
                 self._inbox.get_nowait()()
 

@@ -12,12 +12,21 @@ from outrider.runtime.scheduler import Scheduler
 from outrider.serve.watchdog import bug, warm_up
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 15.0  # seconds after a failed attempt, twice as long each time
+LOOKING = 1.0  # seconds between two looks for lost stages while nothing runs
 LOGGER = logging.getLogger("outrider.serve")
 
 
 def lost_stage(results: Sequence[tuple[Request, Event | OutriderError]]) -> StageError | None:
     """Return the error of a step in which a stage failed."""
     return next((result for _, result in results if isinstance(result, StageError)), None)
+
+
+def look_for_lost_stages(scheduler: Scheduler) -> None:
+    """Note whether a stage has failed while nothing ran, so that no request has to find out."""
+    try:
+        scheduler.bundle.sessions["target"].check()
+    except StageError as error:
+        scheduler.lost = error
 
 
 def replace_stages(scheduler: Scheduler) -> Iterator[OutriderError]:

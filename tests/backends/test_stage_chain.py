@@ -146,6 +146,28 @@ def test_a_stage_that_dies_when_its_cache_is_read_is_named() -> None:
         run(made, asked())
 
 
+def test_a_stage_that_dies_or_hangs_between_passes_is_noticed() -> None:
+    actors = stages()
+    made = chain(actors)
+    for _ in range(3):
+        made.check()
+        np.testing.assert_array_equal(run(made, asked())[0], WHOLE[:1] + 3)
+    ray.kill(actors[1])
+    with pytest.raises(StageError, match=r"^stage 2 failed: ActorDiedError"):
+        watch(made)
+    slow = [ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(Stage).remote(5) for _ in range(2)]
+    made = chain(slow, timeout=0.3)
+    slow[0].open.remote(5)
+    with pytest.raises(StageError, match=r"^stage 1 did not answer within 0\.3 seconds"):
+        watch(made)
+
+
+def watch(made: Chain) -> None:
+    for _ in range(100):
+        made.check()
+        time.sleep(0.05)
+
+
 def test_an_address_that_is_none_is_one_error() -> None:
     program = "from outrider.engines.cluster import connect\nfrom outrider.errors import EngineError\n"
     program += "try:\n    connect()\nexcept EngineError as error:\n    print(error)"

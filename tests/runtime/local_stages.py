@@ -63,6 +63,10 @@ class LocalChain(Chain):
         given: PassedOn = pickle.loads(self.given.popleft())
         return given
 
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
     def cache(self) -> dict[str, npt.NDArray[Any]]:
         return {name: tensor for host in self.hosts for name, tensor in host.cache(self.calls).items()}
 

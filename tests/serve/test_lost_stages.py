@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,6 +72,10 @@ class LosableChain(LocalChain):
         self.node.left -= 1
         return super().send(message)
 
+    def check(self) -> None:
+        if self.node.left < 0:
+            raise StageError("stage 1 died", "a hint")
+
 
 async def asked(engine: EngineThread, prompts: Sequence[list[int]], limit: int = 20) -> list[Ended]:
     """Submit requests together, and wait for all."""
@@ -89,14 +93,21 @@ async def asked(engine: EngineThread, prompts: Sequence[list[int]], limit: int =
     return [Ended(*each) for each in zip(tokens, (each[-1] for each in ended), strict=True)]
 
 
-def test_all_get_an_error_and_later_ones_their_answers(
-    trained_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that run, read or wait when a stage is lost get its error. Until it is back, the server is not ready."""
-    monkeypatch.setattr(lost_stages, "FIRST_PAUSE", 0.05)
-    bundle = build(trained_export, tmp_path / "bundle", stages="2", k=[1, 4], capacity=127, batch=SLOTS)
-    node = Node()
+@pytest.fixture(scope="module")
+def bundle(trained_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lost") / "bundle"
+    return build(trained_export, folder, stages="2", k=[1, 4], capacity=127, batch=SLOTS)
 
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Node:
+    monkeypatch.setattr(lost_stages, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("outrider.serve.engine.LOOKING", 0.05)
+    return Node()
+
+
+@pytest.fixture
+def engine(bundle: Path, node: Node) -> Iterator[EngineThread]:
     def load() -> Scheduler:
         manifest, of_bundle = open_bundle(bundle)
         engines = open_engines(bundle, manifest, of_bundle)
@@ -106,6 +117,19 @@ def test_all_get_an_error_and_later_ones_their_answers(
     engine = EngineThread(bundle, load, Metrics(), timeout=60)
     engine.start()
     assert engine.loaded.wait(60)
+    yield engine
+    engine.stop()
+
+
+def wait(until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 15
+    while not until():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_all_get_an_error_and_later_ones_their_answers(engine: EngineThread, node: Node) -> None:
+    """Those that run, read or wait when a stage is lost get its error. Until it is back, the server is not ready."""
     prompts = [[*range(5, 30)], [50, 60], [7, 8, 9], [*range(40, 90)]]
     want = [each.tokens for each in asyncio.run(asked(engine, prompts))]
     assert all(want)
@@ -118,20 +142,23 @@ def test_all_get_an_error_and_later_ones_their_answers(
         assert [str(each.last) for each in ended] == ["stage 1 died"] * count
         assert any(each.tokens for each in ended) == (passes > 0)
         assert all(tokens == whole[: len(tokens)] for (tokens, _), whole in zip(ended, want[:count], strict=True))
-        deadline = time.monotonic() + 15
-        while "found no place" not in str(engine.failure):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait(lambda: "found no place" in str(engine.failure))
         with pytest.raises(NotReadyError, match="the bundle cannot be run: stage 1 found no place"):
             engine.check()
         with pytest.raises(NotReadyError):
             asyncio.run(asked(engine, prompts[:1]))
         node.away.clear()
-        while engine.failure is not None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait(lambda: engine.failure is None)
         engine.check()
         for again, expected in ((prompts[-1:], want[-1:]), (prompts, want)):
             assert [each.tokens for each in asyncio.run(asked(engine, again))] == expected
         assert node.chains == before + 1
-    engine.stop()
+
+
+def test_a_stage_that_is_lost_while_nothing_runs_costs_no_request(engine: EngineThread, node: Node) -> None:
+    ((want, _),) = asyncio.run(asked(engine, [[5, 6, 7]]))
+    assert want
+    for _ in range(2):
+        before, node.left = node.chains, -1
+        wait(lambda chains=before: node.chains > chains and engine.failure is None)  # type: ignore[misc]
+        assert asyncio.run(asked(engine, [[5, 6, 7]]))[0].tokens == want

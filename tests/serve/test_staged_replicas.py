@@ -82,6 +82,20 @@ def test_a_server_that_has_lost_a_stage_connects_a_new_one(bundle: Path, want: s
         assert server.stop() == 0
 
 
+def test_a_stage_that_dies_while_nothing_runs_costs_no_request(bundle: Path, want: str) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 24, "temperature": 0}).encode()
+    with serving(bundle, "--stage-cores", "1", env={"RAY_ADDRESS": "local"}) as server:
+        assert post(server, "/v1/completions", body)[0] == 200
+        signal_stages(server.process.pid, signal.SIGKILL)
+        for _ in range(600):
+            if any("the stages have been replaced" in line for line in server.log):
+                break
+            time.sleep(0.1)
+        server.ready()
+        status, answer = post(server, "/v1/completions", body)
+        assert (status, answer["choices"][0]["text"]) == (200, want)
+
+
 def test_after_a_signal_answers_finish_however_long_it_takes(bundle: Path, want: str) -> None:
     body = json.dumps({"prompt": PROMPT, "max_tokens": 24, "temperature": 0}).encode()
     with serving(bundle, "--stage-cores", "1", env={"RAY_ADDRESS": "local"}) as server, ThreadPoolExecutor(1) as pool:
