@@ -166,13 +166,13 @@ class EngineThread:
             raise _shutting_down()
         loop, limit = asyncio.get_running_loop(), min(self._timeout, timeout or self._timeout)
         accepted: asyncio.Future[list[Request]] = loop.create_future()
-        deadline = time.perf_counter() + limit - waited
+        deadline, respond = time.perf_counter() + limit - waited, partial(call_soon, loop, settle, accepted)
         deliveries = [Delivery(partial(call_soon, loop, deliver, index), limit, deadline) for index in range(len(requests))]
-        respond = partial(call_soon, loop, settle, accepted)
         self._inbox.put(partial(self._submit, requests, owner, priority, shown, deliveries, respond))
         try:
+            _ = self.scheduler  # raises: the thread may have begun to replace stages, and would make the call late
             return await asyncio.shield(accepted)
-        except asyncio.CancelledError:  # the client has disconnected
+        except (asyncio.CancelledError, NotReadyError):  # the client has disconnected, or must not wait
             accepted.add_done_callback(self._abandon)
             raise
 

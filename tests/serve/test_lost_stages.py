@@ -47,12 +47,17 @@ class Node:
     def __init__(self) -> None:
         self.left: float = math.inf  # passes until it is lost
         self.away = threading.Event()
+        self.connecting, self.reachable = threading.Event(), threading.Event()
+        self.reachable.set()
         self.chains = 0
 
     def stages(self, engines: Engines, sizes: Sequence[Sizes]) -> Session:
         """For `Engines.elsewhere`."""
 
         def connect() -> LosableChain:
+            self.connecting.set()
+            assert self.reachable.wait(60)
+            self.connecting.clear()
             if self.away.is_set():
                 raise StageError("stage 1 found no place", "a hint")
             self.chains, self.left = self.chains + 1, math.inf
@@ -162,3 +167,26 @@ def test_a_stage_that_is_lost_while_nothing_runs_costs_no_request(engine: Engine
         before, node.left = node.chains, -1
         wait(lambda chains=before: node.chains > chains and engine.failure is None)  # type: ignore[misc]
         assert asyncio.run(asked(engine, [[5, 6, 7]]))[0].tokens == want
+
+
+def test_a_request_that_comes_just_before_stages_are_replaced_does_not_wait(
+    engine: EngineThread, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds the server ready, and the thread has begun to connect when it is submitted."""
+    ready: property = vars(EngineThread)["scheduler"]
+
+    def slowly(self: EngineThread) -> Scheduler:
+        found: Scheduler = ready.__get__(self)
+        if threading.current_thread().name != "engines" and node.reachable.is_set():
+            node.reachable.clear()
+            node.left = -1
+            assert node.connecting.wait(15)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineThread, "scheduler", property(slowly))
+        with pytest.raises(NotReadyError, match="the bundle cannot be run: stage 1 died"):
+            asyncio.run(asyncio.wait_for(asked(engine, [[5, 6, 7]]), 5))
+    node.reachable.set()
+    wait(lambda: engine.failure is None)
+    assert asyncio.run(asked(engine, [[5, 6, 7]]))[0].tokens
