@@ -98,7 +98,7 @@ def engines(bundle: Path, passing: float = 60) -> Engines:
     return opened
 
 
-@over((NODES, "pair"), (NODES, "head"), (NODES, "hybrid"), (MACHINE, "pair"))
+@over(*((where, name) for where in (NODES, MACHINE) for name in ("pair", "head", "hybrid")), (NODES, "openvino"))
 def test_texts_over_nodes_are_those_of_the_whole(bundles: Made[Bundles], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy and sampled, free and under grammars, alone and in halves that alternate, with every drafter of the bundle."""
     whole = Outrider.load(bundles[name].whole, slots=None)
