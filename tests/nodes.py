@@ -16,32 +16,38 @@ import ray
 from ray.cluster_utils import Cluster
 
 from outrider.backends.stage_host import Call, Crossing, join
+from outrider.engines.device import Cpu
 from outrider.errors import EngineError
 
+SIZE = {"object_store_memory": 100 << 20}
 INLINE = 1000  # bytes of a result that travels with calls: with passes of few rows, but not with those of many
 WHOLE = np.arange(12.0).reshape(3, 4)
 DIES, RAISES, LATE = 1, 2, 3
 
 
 @contextmanager
-def ray_nodes(cores: int, others: int, gpus: int = 0, setup: Callable[[], None] | None = None) -> Iterator[None]:
+def ray_nodes(cores: int, others: int, gpus: int = 0, setup: Callable[[], None] | None = None) -> Iterator[Cluster]:
     """A cluster with so many cores on the node of this process, and so many other nodes with a core each and perhaps GPUs.
 
     `setup` runs first in each process of an actor.
     """
-    size = {"object_store_memory": 100 << 20}
     head = {"num_cpus": cores, "include_dashboard": False, "_system_config": {"max_direct_call_object_size": INLINE}}
-    cluster = Cluster(initialize_head=True, head_node_args=size | head)
+    cluster = Cluster(initialize_head=True, head_node_args=SIZE | head)
     try:
         for _ in range(others):
-            cluster.add_node(num_cpus=1, num_gpus=gpus, **size)
+            cluster.add_node(num_cpus=1, num_gpus=gpus, **SIZE)
         cluster.wait_for_nodes()
         environment = {} if setup is None else {"worker_process_setup_hook": setup}
         ray.init(address=cluster.address, log_to_driver=False, runtime_env=environment)
-        yield
+        yield cluster
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def without_memory() -> None:
+    """Let a worker of Ray find little memory on its machine."""
+    Cpu.memory = lambda _: (4096, 4096)  # type: ignore[assignment, method-assign]
 
 
 class Stage:
@@ -99,4 +105,6 @@ def hosts(count: int = 2) -> list[psutil.Process]:
 
 
 def _hosts() -> list[psutil.Process]:
-    return [each for each in psutil.process_iter(["cmdline"]) if "ray::StageHost" in " ".join(each.info["cmdline"] or ())]
+    own = {each.pid for each in psutil.Process().children(recursive=True)}  # not those of tests that run beside these
+    stages = (each for each in psutil.process_iter(["cmdline"]) if "ray::StageHost" in " ".join(each.info["cmdline"] or ()))
+    return [each for each in stages if each.pid in own]
