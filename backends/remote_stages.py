@@ -26,6 +26,7 @@ import outrider
 from outrider.backends.base import Engines
 from outrider.backends.stage_chain import Chain, Sent
 from outrider.backends.stage_host import Crossing, StageHost, passed, seal
+from outrider.bundle.manifest import is_cuda
 from outrider.engines.cluster import connect
 from outrider.engines.device import Cpu, Launch, in_sequence
 from outrider.engines.session import Pass, Session
@@ -121,12 +122,15 @@ class RayStages:
     def _chain(self, engines: Engines, sizes: Sequence[Sizes]) -> Chain:
         connect(len(sizes) * self._cores)
         group = get_current_placement_group()  # of a replica, which has room for its stages
-        strategy = "SPREAD" if group is None else PlacementGroupSchedulingStrategy(group)
-        host = ray.remote(num_cpus=self._cores, scheduling_strategy=strategy)(StageHost)
+        host = ray.remote(num_cpus=self._cores)(StageHost)
         spans = [each.stage.layers for each in sizes if each.stage is not None]
-        names = [f"stage {number} (layers {first}-{last})" for number, (first, last) in enumerate(spans, 1)]
-        gpus = [int((self._device or place) != "cpu") for place in engines.build.places]
-        actors = {name: host.options(num_gpus=each).remote(name) for name, each in zip(names, gpus, strict=False)}
+        actors = {}
+        for number, ((first, last), place) in enumerate(zip(spans, engines.build.places, strict=False), 1):
+            name = f"stage {number} (layers {first}-{last})"
+            # The replica has the first bundle of resources, and each stage, with a GPU or without, its own.
+            strategy = "SPREAD" if group is None else PlacementGroupSchedulingStrategy(group, number)
+            options = host.options(num_gpus=int(is_cuda(self._device or place)), scheduling_strategy=strategy)
+            actors[name] = options.remote(name)
         chain = Chain(actors, self._passing, self._graph)
         chain.open(engines.folder, seal(engines.manifest), outrider.__version__, sizes[0].batch, self._device)
         return chain

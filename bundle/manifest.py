@@ -156,6 +156,11 @@ class Cost(Struct, frozen=True):
     runs: Annotated[int, msgspec.Meta(ge=0)]
 
 
+def is_cuda(place: str) -> bool:
+    """Return whether a device, such as cuda:1, is a GPU of NVIDIA's."""
+    return place.partition(":")[0] == "cuda"
+
+
 class Build(Struct, frozen=True):
     """How a bundle's engines were built."""
 
@@ -211,15 +216,15 @@ class Build(Struct, frozen=True):
             for stage in self.stages
         ]
         device = [place for stage, place in zip(self.stages, self.places, strict=True) if stage.layers in ours][-1]
-        rewrites = next((each.rewrites for each in ours.values() if each), {})
+        first = next(iter(ours.values()))
         return msgspec.structs.replace(
             self,
             backend=name,
-            backend_version=next((each.version for each in ours.values() if each), ""),
+            backend_version=first.version,
             device=device.partition(":")[0],
             stages=stages,
             draft_device=None,
-            rewrites={"target": rewrites} if rewrites else {},
+            rewrites={"target": first.rewrites} if first.rewrites else {},
         )
 
     @property

@@ -131,7 +131,7 @@ def command(
     """
     handle_signals(lambda *_: sys.exit(0))  # until the server installs its own handlers
     from outrider.bundle.folder import read_manifest
-    from outrider.bundle.manifest import CHAT_TEMPLATE
+    from outrider.bundle.manifest import CHAT_TEMPLATE, is_cuda
     from outrider.serve.log import log_as_json
     from outrider.serve.network.connections import listen
     from outrider.serve.settings import Settings
@@ -185,7 +185,7 @@ def command(
         server.run()
         return
     places = [device or place for place in build.places]
-    stages = [{"CPU": stage_cores} | ({} if place == "cpu" else {"GPU": 1}) for place in places[:-1]] if stage_cores else []
+    stages = [{"CPU": stage_cores} | ({"GPU": 1} if is_cuda(place) else {}) for place in places[:-1]] if stage_cores else []
     own = [*places[len(stages) :], "cpu" if device else build.draft_device or "cpu"]
     gpus = max(0 if place == "cpu" else 1 + int(place.partition(":")[2] or 0) for place in own)  # up to the last in use
     cpus = cpus or (1 if gpus or stage_cores else None)

@@ -155,6 +155,10 @@ def run(settings: Settings, scale: Scale, host: str, port: int, drain: int) -> N
             raise UsageError(
                 f"this machine has too few cores for {replicas} replicas with {each} each", "ask for fewer, or set RAY_ADDRESS"
             )
+        gpus = replicas * (scale.gpus + sum(each.get("GPU", 0) for each in scale.stages))
+        if local and gpus > (known := int(ray.cluster_resources().get("GPU", 0))):
+            hint = "ask for fewer replicas or set RAY_ADDRESS; with --stage-device cuda,cuda, each stage takes one"
+            raise UsageError(f"this machine has {known} GPUs, and {replicas} replicas take {gpus}", hint)
         try:
             _start_proxies(host, port)
         except (RayError, TimeoutError) as error:

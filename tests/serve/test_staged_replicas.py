@@ -174,11 +174,16 @@ def test_replicas_have_stages_of_their_own(bundle: Path, want: str) -> None:
         cluster.shutdown()
 
 
-def test_a_machine_without_room_for_the_stages_is_refused_at_once(bundle: Path) -> None:
-    command = [*COMMAND, "serve", str(bundle), "--ray", "--stage-cores", "9999", "--port", str(free_port())]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert "too few cores for 1 replicas with 1 and 9999 for stages each" in done.stderr
+def test_a_machine_without_room_for_the_stages_is_refused_at_once(bundle: Path, trained_export: Path, tmp_path: Path) -> None:
+    on_gpus = build(trained_export, tmp_path / "bundle", stages="2", stage_devices=("cuda:0", "cuda:1"), k=[1])
+    for folder, cores, message in (
+        (bundle, "9999", "too few cores for 1 replicas with 1 and 9999 for stages each"),
+        (on_gpus, "1", "this machine has 0 GPUs, and 1 replicas take 3"),
+    ):
+        command = [*COMMAND, "serve", str(folder), "--ray", "--stage-cores", cores, "--port", str(free_port())]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 2
+        assert message in done.stderr
 
 
 def test_without_the_token_of_a_cluster_it_says_so(bundle: Path, tmp_path: Path) -> None:
