@@ -17,7 +17,7 @@ from outrider.backends.open import open_bundle, open_engines
 from outrider.builder.acceptance import measure_acceptance
 from outrider.builder.defaults import backends, longest
 from outrider.builder.passes import measure
-from outrider.builder.stages import check_number, cut_target, stage_place
+from outrider.builder.stages import check_cuts, check_number, cut_target, cutting, stage_place
 from outrider.bundle.folder import digest_all, read_manifest, staged, write_whole
 from outrider.bundle.integrity import check_file, unchanged
 from outrider.bundle.manifest import MANIFEST, READS_FEATURES, Build, Manifest, model_file
@@ -82,21 +82,24 @@ def build_engine(
         raise UsageError("--device and --stage-device both say where the target runs", "leave --device out")
     if stage_backends and backend != AUTO:
         raise UsageError("--backend and --stage-backend both say what runs the target", "leave --backend out")
+    if AUTO in stage_backends:
+        raise UsageError(f"--stage-backend {','.join(stage_backends)}: {AUTO} is no backend", f"name one of {cutting()}")
     if stage_backends:
         backend = stage_backends[-1]
     places = [*map(stage_place, stage_devices)]
     devices = [each.device for each in places]
     if places:
         device = devices[-1].partition(":")[0]
-    *preferred, last = _backends(backend, manifest, [device] if device and not places else devices)
+    wanted = [each for each in ([device] if not places else devices) + [draft_device] if each is not None]
+    *preferred, last = _backends(backend, manifest, wanted)
     others = [each for name in stage_backends for each in _backends(name, manifest, ())]
     spec = BuildSpec(source, manifest, output, sorted(set(k)), capacity, batch, max_prompt_chunk, device, options)
     spec = replace(spec, draft_device=draft_device)
     _check_sizes(spec)
     if stages is not None:
-        _check_cuts([*preferred, last])
+        check_cuts([*preferred, last])
         for each in others:
-            _check_cuts([each])
+            check_cuts([each])
         graph = model_file("target")
         with unchanged(source) as intact:
             check_file(intact, graph, manifest.files[graph], SILENT)  # before anything in it is believed
@@ -139,7 +142,7 @@ def _build(backend: Backend, spec: BuildSpec, measured: Build | None, progress: 
             hint = f"use {', '.join(known)}, or cpu:threads=4 for 4 threads"
             raise UsageError(f"{owner.name} has no device {each!r} for stages", hint)
     of_stages = zip(spec.stage_devices, owners, strict=bool(spec.stage_devices))
-    spec = replace(spec, stage_devices=[f"{each}:0" if each in owner.numbered else each for each, owner in of_stages])
+    spec = replace(spec, stage_devices=[_with_number(each, owner) for each, owner in of_stages])
     spec = replace(spec, draft_device=_away(backend, spec))
     with staged(spec.output) as folder:
         with unchanged(spec.source) as intact:
@@ -177,8 +180,12 @@ def _away(backend: Backend, spec: BuildSpec) -> str | None:
         hint = f"use {' or '.join(known)}" if known else "leave it out"
         raise UsageError(f"{backend.name} has no device {wanted!r} for drafts", hint)
     last = spec.stage_devices[-1] if spec.stage_devices else spec.device or backend.devices[0]
-    own, last = (f"{each}:0" if each in backend.numbered else each for each in (wanted, last))
+    own, last = (_with_number(each, backend) for each in (wanted, last))
     return None if own == last else own
+
+
+def _with_number(device: str, backend: Backend) -> str:
+    return f"{device}:0" if device in backend.numbered else device
 
 
 def _with_other_stages(spec: BuildSpec, folder: Path, build: Build, progress: Progress) -> Build:
@@ -261,13 +268,6 @@ def _check_options(backend: Backend, options: Mapping[str, Any]) -> None:
             f"{flag} does not apply to the backend {backend.name}",
             f"leave it out; it is for {' and '.join(owners)}" if owners else "leave it out; no backend has it",
         )
-
-
-def _check_cuts(backends: list[Backend]) -> None:
-    """Raise `UsageError` if none of these backends runs targets in stages."""
-    if not any(backend.cuts for backend in backends):
-        able = " or ".join(name for name in registry.names() if registry.get(name).cuts)
-        raise UsageError(f"the backend {backends[-1].name} runs no stages", f"leave --stages out, or use --backend {able}")
 
 
 def _check_device(backend: Backend, device: str | None) -> None:

@@ -9,6 +9,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from outrider.backends import registry
+from outrider.backends.base import Backend
 from outrider.bundle.manifest import model_file
 from outrider.errors import EngineError, UsageError
 
@@ -78,6 +80,21 @@ def cut_target(wanted: str, export: Path, on_cpu: bool) -> Cut:
     sizes = [*map(weights_read if on_cpu else weights_of, cut(model, ends))]
     ends = [ends[index - 1] for index in balanced(sizes, stages)]
     return Cut(ends, cut(model, ends))
+
+
+def check_cuts(backends: Sequence[Backend]) -> None:
+    """Check that one of these backends runs targets in stages.
+
+    Raises:
+        UsageError: none does.
+    """
+    if not any(backend.cuts for backend in backends):
+        raise UsageError(f"the backend {backends[-1].name} runs no stages", f"leave --stages out, or use --backend {cutting()}")
+
+
+def cutting() -> str:
+    """Return the names of the backends that run stages, in words."""
+    return " or ".join(name for name in registry.names() if registry.get(name).cuts)
 
 
 def check_number(given: Sequence[object], ends: Sequence[int], what: str, example: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -93,6 +94,7 @@ def test_devices_that_do_not_fit_are_refused(tiny_export: Path, tmp_path: Path, 
         (("--stage-backend", "openvino,onnxruntime"), "names 2 backends, and the target has no stages"),
         (("--stages", "2", "--stage-backend", "onnx,openvino"), "there is no backend 'onnx'"),
         (("--stages", "2", "--stage-backend", "tensorrt-rtx,onnxruntime"), "the backend tensorrt-rtx runs no stages"),
+        (("--stages", "2", "--stage-backend", "onnxruntime,auto"), "auto is no backend"),
         (("--stages", "2", "--stage-backend", "openvino,openvino", "--backend", "openvino"), "--backend and --stage-backend"),
         (
             ("--stages", "2", "--stage-backend", "openvino,onnxruntime", "--stage-device", "cuda:0,cpu"),
@@ -120,7 +122,10 @@ def placed(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tiny_export, folder, stages="2", stage_devices=("cuda:0", "cuda:1"))
 
 
-def test_the_backend_that_is_chosen_has_the_devices(tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{"stages": "2", "stage_devices": ("cuda", "cpu")}, {"draft_device": "cuda:0"}])
+def test_the_backend_that_is_chosen_has_the_devices(
+    tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
     """OpenVINO would be faster on the CPU, and has no GPUs of NVIDIA."""
 
     def chosen(*_: object) -> None:
@@ -129,9 +134,8 @@ def test_the_backend_that_is_chosen_has_the_devices(tiny_export: Path, tmp_path:
     monkeypatch.setattr(OnnxRuntimeBackend, "build", chosen)
     ranked = [BackendChoice(name, "") for name in ("openvino", "onnxruntime")]
     monkeypatch.setattr("outrider.builder.build.backends", lambda manifest: ranked)
-    devices = ("cuda", "cpu")
     with pytest.raises(DeviceError, match="it was chosen"):
-        build_engine(tiny_export, tmp_path / "bundle", backend="auto", k=[1], batch=1, stages="2", stage_devices=devices)
+        build_engine(tiny_export, tmp_path / "bundle", backend="auto", k=[1], batch=1, **options)
 
 
 def test_each_stage_is_opened_on_its_device_and_the_rest_on_the_last_ones(
