@@ -6,8 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from outrider.runtime.request import Event, Request
 from outrider.runtime.stats import Load
 from outrider.serve.metrics import Metrics
 
-LATE = 1.0  # seconds for a step of the engines to end after which they fail a request that has timed out
+LATE = 1.0  # seconds after a request's time limit in which a step of the engines may end, after which they fail it
 Result = Event | OutriderError
 LOGGER = logging.getLogger("outrider.serve")
 
@@ -84,30 +83,16 @@ class Deliveries:
     def overdue(self) -> list[tuple[Request, TimedOutError]]:
         """Return the requests that have timed out, each with its error."""
         now = time.perf_counter()
-        return [(request, timed_out(delivery.seconds)) for request, delivery in self._open.items() if now > delivery.deadline]
+        return [
+            (request, timed_out(delivery.seconds, "ask for fewer tokens"))
+            for request, delivery in self._open.items()
+            if now > delivery.deadline
+        ]
 
 
-def timed_out(seconds: float) -> TimedOutError:
+def timed_out(seconds: float, hint: str) -> TimedOutError:
     """Return the error of a request with this time limit."""
-    return TimedOutError(f"the answer took longer than {seconds:g} seconds", "ask for fewer tokens")
-
-
-@asynccontextmanager
-async def in_time(limit: float, left: float) -> AsyncIterator[None]:
-    """Wait for the engines on behalf of a request, but not for a step that hangs.
-
-    Args:
-        limit: the request's time limit in seconds.
-        left: what is left of it.
-
-    Raises:
-        TimedOutError: it is over, and the engines, which notice that after a step, have not answered.
-    """
-    try:
-        async with asyncio.timeout(left + LATE):
-            yield
-    except TimeoutError as error:
-        raise timed_out(limit) from error
+    return TimedOutError(f"the answer took longer than {seconds:g} seconds", hint)
 
 
 def settle(accepted: asyncio.Future[list[Request]], result: list[Request] | OutriderError) -> None:

@@ -222,7 +222,7 @@ class EngineThread:
     def _turn(self, scheduler: Scheduler, watch: FolderWatch) -> None:
         """Make the calls in the inbox, then run one step."""
         self._step_started = None
-        self.take_calls(wait=not scheduler.busy and not self._ending)
+        self.take_calls(not scheduler.busy and not self._ending, LOOKING if scheduler.bundle.engines.elsewhere else None)
         if scheduler.busy and not self._ending:
             self._step_started = time.perf_counter()
             self._step(scheduler, watch)
@@ -230,9 +230,9 @@ class EngineThread:
             self.metrics.stepped(scheduler.load)
             look_for_lost_stages(scheduler)  # with one, it is busy
 
-    def take_calls(self, wait: bool) -> None:
+    def take_calls(self, wait: bool, seconds: float | None = None) -> None:
         with suppress(queue.Empty):
-            self._inbox.get(block=wait, timeout=LOOKING)()
+            self._inbox.get(block=wait, timeout=seconds)()
             while True:
                 self._inbox.get_nowait()()
 

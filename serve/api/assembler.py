@@ -30,7 +30,7 @@ from outrider.runtime.text.text import PromptTooLongError
 from outrider.serve.api.answer import PlainFormat
 from outrider.serve.api.errors import ApiError, api_error, unknown_model
 from outrider.serve.api.protocol import Common
-from outrider.serve.deliveries import Result, TimedOutError, in_time
+from outrider.serve.deliveries import LATE, Result, TimedOutError, timed_out
 from outrider.serve.engine import EngineThread
 from outrider.serve.settings import Settings
 from outrider.serve.workers.messages import PromptJob
@@ -128,6 +128,10 @@ class ResponseAssembler(ABC, Generic[Body]):
         """What is left of the time limit."""
         return self._limit - (time.perf_counter() - self._started)
 
+    def _hanging(self) -> TimedOutError:
+        """Return the error of a request whose time is over while a step of the engines, which would notice it, hangs."""
+        return timed_out(self._limit, "try again later")
+
     async def respond(self, prompts: list[list[int]]) -> Response:
         """Submit the prompts, all or none, and return the response, whole or as a stream.
 
@@ -141,16 +145,19 @@ class ResponseAssembler(ABC, Generic[Body]):
         params = self.params(prompts[0], await self._compiled(prompts[0]) if self.answers.constrained else None)
         requests = [(prompt, replace(params, seed=seed)) for prompt in prompts for seed in self.body.seeds()]
         owner = self._http.state.owner
-        async with in_time(self._limit, self._left):
-            self.requests = await self._engine.submit(
-                requests,
-                lambda *result: self._results.put_nowait(result),
-                self.answers.shown,
-                owner,
-                self.body.priority,
-                self.body.timeout,
-                time.perf_counter() - self._started,
-            )
+        try:
+            async with asyncio.timeout(self._left + LATE):
+                self.requests = await self._engine.submit(
+                    requests,
+                    lambda *result: self._results.put_nowait(result),
+                    self.answers.shown,
+                    owner,
+                    self.body.priority,
+                    self.body.timeout,
+                    time.perf_counter() - self._started,
+                )
+        except TimeoutError as error:
+            raise self._hanging() from error
         if self.body.stream:
             return _Stream(self._stream(), self._cancel)
         return JSONResponse(self.whole(await self._collect()))
@@ -198,13 +205,11 @@ class ResponseAssembler(ABC, Generic[Body]):
         Raises:
             ApiError: a choice failed; the others are cancelled.
         """
+        soon = asyncio.get_running_loop().call_later
+        late = soon(self._left + LATE, lambda: self._results.put_nowait((0, self._hanging())))
         try:
             while len(self._finished) < len(self.requests):
-                try:
-                    async with in_time(self._limit, self._left):
-                        index, result = await self._results.get()
-                except TimedOutError as error:
-                    raise api_error(error, self._path) from error
+                index, result = await self._results.get()
                 if isinstance(result, OutriderError):
                     self._finished[index] = "error"
                     raise api_error(result, self._path)
@@ -214,6 +219,7 @@ class ResponseAssembler(ABC, Generic[Body]):
                     self._finished[index] = result.finish_reason
                 yield index, result
         finally:
+            late.cancel()
             self._cancel()
             self._log()
 
