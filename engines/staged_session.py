@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -100,7 +99,7 @@ class StagedSession(Session):
             self._boundaries[device.stream] = boundary_buffers(device, tensors, whole)
         self._no_logits = {device.stream: device.zeros((1,), "float32", "no logits") for device in devices}
         lengths = [whole.batch * whole.max_rows, *[whole.batch] * (3 if whole.recurrent else 1)]
-        self._away = self.device.zeros((0,), "float32", "no logits")  # of the last stage, if it is not at home
+        self._away: dict[int, Buffer] = {}  # the logits of a last stage that is not at home, by the rows of a pass
         self._inputs = {  # of passes, on the devices that do not have the caller's
             device: [device.zeros((length,), "int64", "the inputs of a pass") for length in lengths]
             for device in devices
@@ -131,14 +130,15 @@ class StagedSession(Session):
             parts[-1] += self._handing_on(index, count, rows)
             if away and buffers.logits.nbytes:
                 parts[-1].append(self.device.receive(buffers.logits, of_stage.logits, stage.device))
-        return [in_sequence(part) for part in parts]
+        launches = [in_sequence(part) for part in parts]
+        return launches if self.overlaps else [in_sequence(launches)]
 
     def _logits_away(self, device: Device, logits: Buffer) -> Buffer:
         """Return memory for logits on the device of the last stage. Passes run one after the other, so they share it."""
-        size = math.prod(logits.shape)
-        if self._away.shape[0] < size:
-            self._away = device.zeros((size,), "float32", "the logits of a pass")
-        return self._away.part(0, *logits.shape)
+        _, rows, width = logits.shape
+        if rows not in self._away:
+            self._away[rows] = device.zeros((self.batch * rows * width,), "float32", "the logits of a pass")
+        return self._away[rows].part(0, *logits.shape)
 
     def _pass_on(self, device: Device, buffers: Pass) -> tuple[Pass, list[Launch]]:
         """Return a pass over copies of its inputs on another device, and the launches that copy them there."""

@@ -48,7 +48,9 @@ class OnnxRuntimeBackend(Backend):
         """Write stages as fused graphs; see `Backend.build_stages`."""
         version = import_package("onnxruntime", EXTRA).__version__
         from outrider.backends.onnxruntime.fuse_bundle import fuse_bundle
+        from outrider.backends.onnxruntime.pool import create_pool
 
+        create_pool(thread_count(), shared=not build.separates_pools)  # before graphs are optimized
         target = msgspec.structs.replace(spec.manifest, models={"target": spec.manifest.models["target"]})
         rewrites = fuse_bundle(spec.source, folder, target, build, progress, spec.parts)
         return StageBackend(self.name, version, rewrites.get("target", {}))
