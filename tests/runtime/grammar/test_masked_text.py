@@ -214,6 +214,7 @@ def test_a_draft_that_runs_into_a_dead_end_changes_nothing(
 ) -> None:
     """What the target says anyway is in the grammar, and its draft's ways are, too, each with a dead end behind it."""
     outrider = bundles[draft]
+    monkeypatch.setattr(outrider, "policy", outrider.adaptive_policy())  # what it has learned may be not to draft
     want, dead = dead_ends(outrider)
 
     def answer(k: int | str, *dead: str) -> str:  # and the error that it ends with
