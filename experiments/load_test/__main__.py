@@ -141,7 +141,8 @@ def compare(bundle: Path, known: list[Case], rounds: int, loads: list[int]) -> l
     rows = []
     try:
         for clients in loads:
-            requests = random.Random(clients).sample(known * 2, max(16, 3 * clients))
+            count = max(16, 3 * clients)
+            requests = random.Random(clients).sample(known * (1 + count // len(known)), count)
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
             for number in range(rounds):
                 for name in sorted(servers, reverse=number % 2 == 1):

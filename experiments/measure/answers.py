@@ -1,9 +1,9 @@
 """Time whole answers, from the request to the last token, and print a Markdown table by workload.
 
 For each prompt, plain decoding, k = auto, and k = auto with a memory of the workload's earlier requests take turns. Each is a
-scheduler of its own, as in a server with one client, and keeps prefixes of prompts that it has read. Ratios are to plain
-decoding of the same prompt in the same turn: geometric means over the prompts, the median of the turns, and their minimum and
-maximum. All answers must be equal.
+scheduler of its own on a bundle of its own, as in a server with one client, and keeps prefixes of prompts that it has read: the
+bundle is in memory three times. Ratios are to plain decoding of the same prompt in the same turn: geometric means over the
+prompts, the median of the turns, and their minimum and maximum. All answers must be equal.
 """
 
 from __future__ import annotations

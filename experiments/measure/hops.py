@@ -5,7 +5,8 @@ graph of Ray, and the same called one after the other. Prints the median of each
 takes per stage in another process, in microseconds: the median, and the range of the middle 80%. With OMP_NUM_THREADS=1, the
 stages have a thread each in all three.
 
-At last it prints a pass in one process as a multiple of the time that its stages took in it.
+At last it prints a pass in one process as a multiple of the time that its stages took in it, and how much longer it takes, per
+stage beside the last.
 """
 
 from __future__ import annotations
@@ -93,5 +94,8 @@ def command(bundle: Path, rows: tuple[int, ...], repeat: int) -> None:
     for count in rows:
         spent.clear()
         passes = measure([whole], count, repeat)[:, 0]
-        low, middle, high = np.quantile(passes / np.sum(np.reshape(spent, (-1, others + 1))[WARM_UP:], axis=1), (0.1, 0.5, 0.9))
+        of_stages = np.sum(np.reshape(spent, (-1, others + 1))[WARM_UP:], axis=1)
+        low, middle, high = np.quantile(passes / of_stages, (0.1, 0.5, 0.9))
         print(f"{count} rows in one process: {middle:.3f} of the sum of the stages ({low:.3f}-{high:.3f})", flush=True)
+        low, middle, high = np.quantile(1000 * (passes - of_stages) / others, (0.1, 0.5, 0.9))
+        print(f"    {middle:.0f} us per stage beside the last ({low:.0f}-{high:.0f})", flush=True)

@@ -243,6 +243,7 @@ def test_the_page_about_stages_has_what_its_formulas_give() -> None:
     found = re.findall(r"^\| ([\w ]+) \|" + 2 * number + "$", page, re.MULTILINE)
     links = {name: (float(latency), float(bandwidth)) for name, latency, bandwidth in found}
     rows = re.findall(r"^\| ([\d,]+) GB/s, ([\w ]+) \|" + 5 * number + "$", page, re.MULTILINE)
+    assert len(links) == 3
     assert {row[:3] for row in rows if row[1] != "any"} == {
         (memory, link, devices) for memory in ("80", "1,000") for link in links for devices in ("2", "4", "8")
     }

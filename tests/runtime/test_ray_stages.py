@@ -168,7 +168,9 @@ def test_hops_and_halves_are_measured(bundles: Made[Bundles], name: str) -> None
     done = CliRunner().invoke(main, ["hops", str(bundles[name].staged), "--repeat", "3", "--rows", "5"])
     assert done.exit_code == 0, done.output
     assert re.findall(r"^ *([\w ]+):", done.stdout, re.MULTILINE) == ["5 rows", "graph", "calls", "5 rows in one process"]
-    assert 0 < float(done.stdout.splitlines()[-1].split()[5]) < 10
+    ratio, added = (line.split() for line in done.stdout.splitlines()[-2:])
+    assert 0 < float(ratio[5]) < 10
+    assert added[1:7] == ["us", "per", "stage", "beside", "the", "last"]
     done = CliRunner().invoke(main, ["halves", str(bundles[name].staged), "--repeat", "1", "--tokens", "9", "--k", "auto"])
     assert done.exit_code == 0, done.output
     assert [line[:9] for line in done.stdout.splitlines()] == ["one half ", "all in on", "in halves"]
