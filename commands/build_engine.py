@@ -117,7 +117,8 @@ def _backend_options(command: Any) -> Any:
     group=ENGINES,
     callback=_words,
     metavar="DEVICE,...",
-    help="The device of each stage: cuda:0,cuda:1, or cpu:threads=4,cpu:threads=2. Drafts run on that of the last stage."
+    help="The device of each stage: cuda:0,cuda:1, or cpu:threads=4,cpu:threads=2. Drafts run on that of the last stage,"
+    " unless --draft-device says otherwise."
     "  [default: --device, for all of them]",
 )
 @click.option(
