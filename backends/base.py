@@ -66,7 +66,7 @@ class Engines(ABC):
         return session
 
     def pairs_lone_rows(self, target: Session, on_cpu: bool) -> bool:
-        """Return whether a row alone needs a second one in the target, of which this backend runs a part `on_cpu` or not."""
+        """Return whether the target must pair lone rows because of this backend, whose part of it is on a CPU or not."""
         return False
 
     def _kinds(self) -> set[tuple[Engines, bool]]:

@@ -98,8 +98,8 @@ def _text(
     total = _total(taken)
     predicted = None
     if isinstance(mode.k, int):
-        policies = (FixedPolicy(NONE, 0), plain), (FixedPolicy(mode.drafter, mode.k), taken)
-        without, drafted = (replay(trace, costs, policy) / (1 - _total(of).outside_engines) for policy, of in policies)
+        without = replay(trace, costs, FixedPolicy(NONE, 0)) / (1 - _total(plain).outside_engines)
+        drafted = replay(trace, costs, FixedPolicy(mode.drafter, mode.k)) / (1 - total.outside_engines)
         predicted = without / drafted
     return PromptResult(
         workload=trace.workload,

@@ -231,7 +231,7 @@ class Build(Struct, frozen=True):
     def separates_pools(self) -> bool:
         """Return whether sessions of this bundle need pools of threads for themselves, if they usually share one.
 
-        Two backends in one process have two pools in any case, of which none should wait by spinning.
+        Two backends in one process have two pools in any case, and neither should spin while it waits.
         """
         return self.limits_threads or bool(self.other_backends)
 

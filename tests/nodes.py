@@ -27,7 +27,7 @@ DIES, RAISES, LATE = 1, 2, 3
 
 @contextmanager
 def ray_nodes(cores: int, others: int, gpus: int = 0, setup: Callable[[], None] | None = None) -> Iterator[Cluster]:
-    """A cluster with so many cores on the node of this process, and so many other nodes with a core each and perhaps GPUs.
+    """A cluster with `cores` on the node of this process, and `others` more with a core and `gpus` each.
 
     `setup` runs first in each process of an actor.
     """

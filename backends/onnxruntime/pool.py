@@ -29,7 +29,7 @@ def create_pool(threads: int, shared: bool = True) -> bool:
 
 
 def session_options(threads: int | None = None) -> Any:
-    """Return new session options that use the shared pool or, without one, a pool of at most so many threads."""
+    """Return new session options that use the shared pool or, without one, a pool of at most `threads`."""
     options = onnxruntime.SessionOptions()
     if create_pool(thread_count()):
         options.use_per_session_threads = False

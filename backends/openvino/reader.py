@@ -45,7 +45,7 @@ def compiling(path: Path, device: str, precision: str, group: int = 0, threads: 
         device: "cpu", "gpu" or "npu".
         precision: key of `PRECISIONS`.
         group: in products with quantized weights, activations per scale when they are rounded to int8; 0 does not round.
-        threads: at most so many on a CPU; None is as many as the process may use.
+        threads: the most to use on a CPU; None is as many as the process may use.
 
     Raises:
         DeviceError: this machine does not have the device.

@@ -271,8 +271,8 @@ class OpenVinoEngines(Engines):
             rounds: whether products with quantized weights may round activations, which makes them fast.
         """
         super().__init__(folder, manifest, build, Cpu())
-        # ONNX Runtime gets one thread. A second spinning pool would slow OpenVINO down by 40%; with one thread, samplers take
-        create_pool(threads=1, shared=not build.separates_pools)  # a quarter of a millisecond longer at a vocabulary of 151,936
+        # A second spinning pool would slow OpenVINO down by 40%. One thread costs samplers 0.25 ms at a vocabulary of 151,936.
+        create_pool(threads=1, shared=not build.separates_pools)
         self._processor, self._rounds = processor, rounds
 
     def unrounded(self) -> Engines:

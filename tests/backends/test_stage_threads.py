@@ -19,8 +19,8 @@ from outrider.bundle.folder import read_manifest
 from outrider.errors import OutriderWarning
 from outrider.tests.support import build, run_here
 
-# Prints how many threads each stage adds to the process, if that may use so many, and how an answer ends. The thread that
-# runs a stage counts.
+# Prints how many threads each stage adds to the process, if the process may use that many, and how an answer ends. The thread
+# that runs a stage counts.
 COUNT = """
 import os, sys
 from pathlib import Path

@@ -129,7 +129,7 @@ def test_a_request_is_cancelled_while_its_round_is_under_way(halves: tuple[Outri
 def test_requests_whose_grammars_are_late_leave_a_half_and_come_back(
     halves: tuple[Outrider, LocalChain], alone: Alone, monkeypatch: pytest.MonkeyPatch, k: int
 ) -> None:
-    """A pass also writes to the slots between those that take part, so no other one may be under way there."""
+    """A pass also writes to the slots between those that take part, so no other pass may be using those."""
     chance = random.Random(3)
     monkeypatch.setattr(Request, "ready", lambda *_, **__: chance.random() < 0.5)
     outrider, chain = halves

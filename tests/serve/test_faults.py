@@ -109,7 +109,7 @@ def test_broken_engines_are_reported(
 def test_requests_are_told_that_their_time_is_over_while_a_step_hangs(
     tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that run and those that come meanwhile, whole and as streams. Later ones are answered."""
+    """Requests that run and ones that arrive during the step, whole and streamed. Later requests are answered."""
     bundle = build(tiny_export, tmp_path / "bundle", k=[1], capacity=127, batch=2)
     going, hangs, step = threading.Event(), threading.Event(), Scheduler.step
 
