@@ -9,13 +9,16 @@ import ctypes
 import mmap
 import os
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from outrider.bundle.manifest import WEIGHTS
 
 MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \S+ +(.*)$", re.MULTILINE)
 PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4, which Python has no name for
+PAUSE = 0.05  # seconds between two releases
 
 Span = tuple[int, int]  # begin and end address
 
@@ -36,6 +39,25 @@ def page_out(path: Path) -> None:
     No memory is lost even if another thread ends a mapping meanwhile, and an engine may have written to one.
     """
     _advise({span for span, _ in _mappings(path)}, PAGE_OUT)
+
+
+@contextmanager
+def repeatedly(release: Callable[[], None]) -> Iterator[None]:
+    """Call a function that releases pages every `PAUSE` seconds in the block, from a thread, and once more after it."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(PAUSE):
+            release()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        release()
 
 
 def _advise(spans: set[Span], advice: int) -> None:

@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import onnxruntime
 
 from outrider.backends.base import Engines, GraphEngines
-from outrider.backends.mapped import page_out
+from outrider.backends.mapped import page_out, repeatedly
 from outrider.backends.onnxruntime import pool
 from outrider.backends.onnxruntime.cuda_graphs import CudaGraphs
 from outrider.backends.onnxruntime.lone_rows import lone_rows_differ, lone_rows_vary
@@ -138,8 +139,8 @@ class OnnxRuntimeEngines(GraphEngines):
 
     def _engine(self, file: str, name: str, batch: int = 1, stage: Stage | None = None) -> OnnxRuntimeEngine:
         inputs, outputs = engine_tensors(self.manifest, name, stage)
-        tensors, threads = [*inputs, *outputs], self.build.threads(stage)
-        return OnnxRuntimeEngine(self.folder / file, tensors, self.device, batch, self._rounds, threads)
+        path, tensors, threads = self.folder / file, [*inputs, *outputs], self.build.threads(stage)
+        return OnnxRuntimeEngine(path, tensors, self.device, batch, self._rounds, threads, scarce=stage is not None)
 
 
 class OnnxRuntimeEngine(Engine):
@@ -155,19 +156,22 @@ class OnnxRuntimeEngine(Engine):
         batch: int = 1,
         rounds: bool = True,
         threads: int | None = None,
+        scarce: bool = False,
     ):
         """Load `path`, a graph for up to `batch` sequences, which must have exactly these inputs and outputs.
 
         Args:
             rounds: whether products with quantized weights may round activations, unless the graph specifies it.
             threads: see `session_options`.
+            scarce: whether memory is scarce with fewer weights than `LARGE`, too.
 
         Raises:
             EngineError: ONNX Runtime refuses the graph, or it has other tensors.
         """
-        self._session = inference_session(path, device, rounds=rounds, threads=threads)
-        if (weights := path.with_name(path.name + WEIGHTS)).exists() and weights.stat().st_size >= LARGE:
-            page_out(path)  # products have packed copies of most weights
+        weights = path.with_name(path.name + WEIGHTS)
+        scarce = weights.exists() and (scarce or weights.stat().st_size >= LARGE)
+        with repeatedly(partial(page_out, path)) if scarce else nullcontext():  # products make packed copies of most weights
+            self._session = inference_session(path, device, rounds=rounds, threads=threads)
         self._graphs: CudaGraphs | None = None
         if not isinstance(device, Cpu):
             # Runs go to the device's stream, in order with all other work. Recording the stream is not safe: ONNX Runtime

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from openvino.frontend.onnx import ConversionExtension
 from openvino.op import _PagedAttentionExtension
 from openvino.op.util import Variable, VariableInfo
 
-from outrider.backends.mapped import give_back, mapped
+from outrider.backends.mapped import give_back, mapped, repeatedly
 from outrider.backends.openvino.names import ATTENTION, BLOCK_WEIGHTS, DOMAIN, EMBEDDING, PAGING
 from outrider.engines.contract import BOUNDARY, LOGITS
 from outrider.engines.precisions import DTYPES, PRECISIONS
@@ -29,7 +30,6 @@ from outrider.errors import DeviceError, EngineError
 OTHER_BACKENDS = "build the export with --backend onnxruntime"
 BEFORE_PAGING = 5  # inputs of PagedAttention before `PAGING`: query, key, value and the two caches
 AFTER_PAGING = BEFORE_PAGING + len(PAGING) + 3  # scale, sliding window and slopes come before the last of `PAGING`
-GIVE_BACK_SECONDS = 0.1
 _reading = threading.Lock()  # so that new mappings belong to one model
 CAPABILITIES = {"f32": "FP32", "f16": "FP16", "bf16": "BF16"}  # each type's name in `OPTIMIZATION_CAPABILITIES`
 
@@ -58,23 +58,11 @@ def compiling(path: Path, device: str, precision: str, group: int = 0, threads: 
             graph = _core().read_model(path)
             own = mapped(path) - before
         _leave_caches_open(graph)
-    ended = threading.Event()
-
-    def repeat() -> None:
-        while not ended.wait(GIVE_BACK_SECONDS):
-            give_back(own)
-
-    thread = threading.Thread(target=repeat, daemon=True)
-    thread.start()
-    try:
+    with repeatedly(partial(give_back, own)):
         with translated(f"cannot load {path}"):
             compiled = _core().compile_model(graph, device.upper(), settings)
         yield compiled
-    finally:
-        ended.set()
-        thread.join()
-        give_back(own)
-        del graph  # it kept the mapping; without it, other memory could take these addresses
+    del graph  # it kept the mapping; without it, other memory could take these addresses
 
 
 @functools.cache

@@ -2,8 +2,9 @@
 
 The target's passes alternate between three sessions: all stages in one process, the others in processes connected by a compiled
 graph of Ray, and the same called one after the other. Prints the median of each in milliseconds, and how much longer a pass
-takes per stage in another process, in microseconds: the median, and the range of the middle 80%. With OMP_NUM_THREADS=1, the
-stages have a thread each in all three.
+takes per hop over Ray, in microseconds: the median, and the range of the middle 80%. A pass makes as many hops as there are
+stages: from one process to the next, and from the last actor back. With OMP_NUM_THREADS=1, the stages have a thread each in all
+three.
 
 At last it prints a pass in one process as a multiple of the time that its stages took in it, and how much longer it takes, per
 stage beside the last.
@@ -86,8 +87,8 @@ def command(bundle: Path, rows: tuple[int, ...], repeat: int) -> None:
         times = dict(zip(WAYS, measure(sessions, count, repeat).T, strict=True))
         print(f"{count} rows: " + ", ".join(f"{name} {np.median(each):.2f} ms" for name, each in times.items()))
         for name in ("graph", "calls"):
-            low, middle, high = np.quantile(1000 * (times[name] - times["one process"]) / others, (0.1, 0.5, 0.9))
-            print(f"    {name}: {middle:.0f} us per stage in another process ({low:.0f}-{high:.0f})", flush=True)
+            low, middle, high = np.quantile(1000 * (times[name] - times["one process"]) / (others + 1), (0.1, 0.5, 0.9))
+            print(f"    {name}: {middle:.0f} us per hop ({low:.0f}-{high:.0f})", flush=True)
     whole = sessions[0]
     assert isinstance(whole, StagedSession)
     spent = time_stages(whole)

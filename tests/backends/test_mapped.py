@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import numpy as np
 import pytest
 
 from outrider.backends.base import GraphEngines
-from outrider.backends.mapped import mapped, page_out
+from outrider.backends.mapped import mapped, page_out, repeatedly
 from outrider.backends.onnxruntime import engine
 from outrider.backends.open import open_bundle, open_engines
-from outrider.bundle.manifest import WEIGHTS, model_file
+from outrider.bundle.manifest import WEIGHTS, model_file, step_file
 from outrider.tests.backends.openvino_slots import SLOTS, rows, target
 
 SMAPS = Path("/proc/self/smaps")
@@ -41,19 +42,35 @@ def test_openvino_gives_back_pages_that_were_copied(trained_bundles: Callable[..
     assert np.isfinite(rows(session, 0, 4, np.array([0]))).all()
 
 
+@pytest.mark.parametrize("stages", [None, "2"], ids=["a large model", "a stage"])
 def test_onnxruntime_gives_back_pages_that_were_packed(
-    trained_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    trained_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, stages: str | None
 ) -> None:
-    bundle = trained_bundles("int4")
-    monkeypatch.setattr(engine, "LARGE", 0)
+    bundle = trained_bundles("int4", stages=stages)
+    if stages is None:
+        monkeypatch.setattr(engine, "LARGE", 0)
     engines = open_engines(bundle, *open_bundle(bundle))
     assert isinstance(engines, GraphEngines)
-    weights = bundle / (model_file("target") + WEIGHTS)
+    stage = next(iter(engines.build.stages), None)
+    weights = bundle / (step_file("target", stage) + WEIGHTS)
     with weights.open("r+b") as file:
         os.fsync(file.fileno())  # only what is on the disk is paged out
-    kept = engines.step_model("target")
+    kept = engines.step_model("target", stage)
     assert resident(weights)
     assert sum(resident(weights)) == 0, kept
+
+
+def test_pages_are_given_back_again_and_again() -> None:
+    released, third = [], threading.Event()
+
+    def release() -> None:
+        released.append(threading.current_thread())
+        if len(released) == 3:
+            third.set()
+
+    with repeatedly(release):
+        assert third.wait(10)
+    assert {*released[:-1]} != {released[-1]} == {threading.current_thread()}
 
 
 def test_what_was_written_stays(tmp_path: Path) -> None:
