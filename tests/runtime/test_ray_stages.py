@@ -1,113 +1,45 @@
-"""A target whose stages run on several nodes of a Ray cluster, and what happens if one of them fails."""
+"""A target whose stages run on several nodes of a Ray cluster."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 import shutil
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-import psutil
 import pytest
 from click.testing import CliRunner
 
 import outrider
-from outrider import Outrider, SamplingParams
+from outrider import Outrider
 from outrider.backends import stage_chain
-from outrider.backends.base import Engines
 from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.remote_stages import RayStages
-from outrider.backends.stage_chain import Chain, Sent
-from outrider.backends.stage_host import Crossing, PassedOn
 from outrider.engines.device import Cpu
 from outrider.engines.staged_session import StagedSession
-from outrider.errors import EngineError, StageError
+from outrider.errors import EngineError
 from outrider.experiments.measure.__main__ import main
-from outrider.export.pair import export_pair
-from outrider.runtime.request import Event, Request
-from outrider.runtime.scheduler import Scheduler
-from outrider.serve.deliveries import Result
-from outrider.serve.engine import EngineThread, NotReadyError
-from outrider.serve.metrics import Metrics
-from outrider.tests.nodes import hosts, ray_nodes
-from outrider.tests.runtime.stages import SLOTS, alone, at_once, loaded, results, together
-from outrider.tests.support import ROOT, Made, build
+from outrider.tests.nodes import hosts
+from outrider.tests.runtime.ray_bundles import HEADS, MACHINE, NODES, STAGES, Bundles, engines, over, over_nodes, watched
+from outrider.tests.runtime.stages import SLOTS, K, alone, at_once, results, together
+from outrider.tests.support import Made, build
 
-pytestmark = pytest.mark.slow
-HYBRID = str(ROOT / "examples" / "tiny-hybrid" / "target")
-STAGES = {"pair": "3", "head": "2", "hybrid": "3", "openvino": "3"}
-MACHINE, NODES = "one machine", "a node each"
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
 
-class Bundles(NamedTuple):
-    """A target in one piece and in stages."""
-
-    whole: Path
-    staged: Path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Room for two stages on the node of this process, which has the last one, or on a node for each."""
-    with ray_nodes(2, 0) if request.param == MACHINE else ray_nodes(0, 2):
-        yield
-
-
-over_nodes = pytest.mark.parametrize("cluster", [NODES], indirect=True)
-
-
-def over(*cases: tuple[str, str]) -> pytest.MarkDecorator:
-    """Run a test in these clusters, over these bundles."""
-    return pytest.mark.parametrize(("cluster", "name"), cases, indirect=["cluster"], scope="module")
-
-
-@pytest.fixture(scope="module")
-def bundles(
-    shipped_export: Path,
-    drafter_exports: Callable[[str, str], Path],
-    once: Callable[[str, Callable[[Path], object]], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Made[Bundles]:
-    folder = tmp_path_factory.mktemp("ray")
-
-    def export(name: str) -> Path:
-        if name == "hybrid":
-            return once("hybrid-fp32", lambda output: export_pair(HYBRID, None, output, precision="fp32"))
-        return drafter_exports("fp32", "trained head") if name == "head" else shipped_export
-
-    def make(name: str) -> Bundles:
-        backend = "openvino" if name == "openvino" else "onnxruntime"
-        source, made = export(name), Bundles(folder / f"{name} whole", folder / f"{name} staged")
-        for path, stages in zip(made, (None, STAGES[name]), strict=True):
-            loaded(source, path, stages, backend=backend).close()
-        return made
-
-    return Made(make)
-
-
-def engines(bundle: Path, passing: float = 60) -> Engines:
-    opened = open_engines(bundle, *open_bundle(bundle))
-    opened.elsewhere = RayStages(passing=passing)
-    return opened
-
-
-@over(*((where, name) for where in (NODES, MACHINE) for name in ("pair", "head", "hybrid")), (NODES, "openvino"))
+@over(*((NODES, name) for name in STAGES | HEADS), *((MACHINE, name) for name in ("pair", "head", "hybrid")))
 def test_texts_over_nodes_are_those_of_the_whole(bundles: Made[Bundles], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy and sampled, free and under grammars, alone and in halves that alternate, with every drafter of the bundle."""
     whole = Outrider.load(bundles[name].whole, slots=None)
     with closing(Outrider.load(bundles[name].staged, slots=None, stage_cores=1)) as staged:
-        assert len(hosts(int(STAGES[name]) - 1)) == int(STAGES[name]) - 1
+        actors = len(staged.build.stages) - 1
+        assert len(hosts(actors)) == actors
         want = alone(whole, 0, None, 8)
         assert alone(staged, 0, None, 8) == want
         assert alone(staged, "auto", None, 8) == want
-        for k, drafter in [(4, each) for each in whole.drafters] + [(1, whole.drafters[0])]:
+        for k, drafter in product(K, whole.drafters):
             assert alone(staged, k, drafter, 8) == want, (k, drafter)
         assert together(staged, "auto") == together(whole, 0)
         under_way = watched(monkeypatch)
@@ -115,42 +47,6 @@ def test_texts_over_nodes_are_those_of_the_whole(bundles: Made[Bundles], name: s
             assert at_once(staged, size, 8) == want, size
         assert max(under_way) == 2
         assert under_way.count(2) > len(under_way) / 6  # answers are short, and prompts are read in between
-
-
-def watched(monkeypatch: pytest.MonkeyPatch, then: Callable[[int], object] = lambda _: None) -> list[int]:
-    """Return how many passes are under way, whenever one is sent or received. Call a function before one is waited for."""
-    send, receive, counts = Chain.send, Chain.receive, [0]
-
-    def sending(self: Chain, message: Crossing) -> Sent:
-        sent = send(self, message)
-        counts.append(counts[-1] + 1)
-        return sent
-
-    def receiving(self: Chain, sent: Sent) -> PassedOn:
-        then(counts[-1])
-        given = receive(self, sent)
-        counts.append(counts[-1] - 1)
-        return given
-
-    monkeypatch.setattr(Chain, "send", sending)
-    monkeypatch.setattr(Chain, "receive", receiving)
-    return counts
-
-
-@over((NODES, "pair"), (MACHINE, "pair"))
-def test_a_stage_that_dies_fails_both_halves(bundles: Made[Bundles], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the halves, with one error; and nothing waits for the pass that is lost."""
-    with closing(Outrider.load(bundles[name].staged, slots=None, stage_cores=1)) as staged:
-        watched(monkeypatch, lambda count: [host.kill() for host in hosts()] if count == 2 else None)
-        scheduler, failed = Scheduler(staged, k=4), list[tuple[Request, EngineError]]()
-        requests = [scheduler.submit([token, 6, 7], SamplingParams(max_new_tokens=20)) for token in (5, 10, 11)]
-        began = time.monotonic()
-        while scheduler.busy:
-            failed += [(request, event) for request, event in scheduler.step() if isinstance(event, EngineError)]
-        assert time.monotonic() - began < 30
-    assert sorted(requests.index(request) for request, _ in failed) == [0, 1, 2]
-    assert len({str(error) for _, error in failed}) == 1
-    assert "ActorDiedError" in str(failed[0][1])
 
 
 @over((NODES, "pair"), (NODES, "hybrid"), (NODES, "openvino"), (MACHINE, "pair"), (MACHINE, "hybrid"))
@@ -174,86 +70,6 @@ def test_hops_and_halves_are_measured(bundles: Made[Bundles], name: str) -> None
     done = CliRunner().invoke(main, ["halves", str(bundles[name].staged), "--repeat", "1", "--tokens", "9", "--k", "auto"])
     assert done.exit_code == 0, done.output
     assert [line[:9] for line in done.stdout.splitlines()] == ["one half ", "all in on", "in halves"]
-
-
-@over((NODES, "pair"), (MACHINE, "pair"))
-def test_a_server_replaces_a_stage_that_dies(bundles: Made[Bundles], name: str) -> None:
-    """Requests that run or wait get its error, and later ones their texts."""
-    bundle = bundles[name].staged
-    engine = EngineThread(bundle, lambda: Scheduler(Outrider.load(bundle, slots=None, stage_cores=1)), Metrics(), timeout=60)
-    engine.start()
-    assert engine.loaded.wait(120)
-
-    async def ask(first: int) -> list[list[Result]]:
-        results, over = list[list[Result]]([[] for _ in range(2 * SLOTS)]), asyncio.Event()
-
-        def take(index: int, result: Result) -> None:
-            results[index].append(result)
-            if all(each and getattr(each[-1], "finish_reason", "error") is not None for each in results):
-                over.set()
-
-        params = SamplingParams(max_new_tokens=12, min_new_tokens=12)
-        await engine.submit([([first + index, 6, 7], params) for index in range(2 * SLOTS)], take)
-        await asyncio.wait_for(over.wait(), 60)
-        return results
-
-    def texts(results: list[list[Result]]) -> list[str]:
-        return ["".join(event.text for event in each if isinstance(event, Event)) for each in results]
-
-    want = texts(asyncio.run(ask(5)))
-    assert all(want)
-    for _ in range(2):
-        hosts()[0].kill()
-        errors = asyncio.run(ask(50))
-        for (error,) in errors:
-            assert isinstance(error, StageError)
-            assert re.match(r"stage \d \(layers \d-\d\) failed: ActorDiedError", str(error))
-        for _ in range(600):
-            with suppress(NotReadyError):
-                engine.check()
-                break
-            time.sleep(0.05)
-        assert texts(asyncio.run(ask(5))) == want
-    engine.stop()
-
-
-@over((NODES, "pair"), (MACHINE, "pair"))
-def test_a_stage_that_hangs_is_not_waited_for_longer_than_the_limit(bundles: Made[Bundles], name: str) -> None:
-    """It may go on afterwards: nothing listens any more, and what it gives late is taken for no other pass."""
-    session = engines(bundles[name].staged, passing=2).session("target", 1)
-    ids, start = np.array([[5, 6, 7]]), np.array([0])
-    whole = open_engines(bundles[name].whole, *open_bundle(bundles[name].whole)).session("target", 1)
-    np.testing.assert_array_equal(session.run(ids, start), whole.run(ids, start))
-    stopped = hosts()
-    for host in stopped:
-        host.send_signal(signal.SIGSTOP)
-    with pytest.raises(EngineError, match=r"stage 1 \(layers 0-1\) did not answer within 2 seconds"):
-        session.run(ids, start)
-    for host in stopped:
-        with suppress(psutil.NoSuchProcess):
-            host.send_signal(signal.SIGCONT)
-    began = time.monotonic()
-    session.clear(0)
-    with pytest.raises(EngineError, match="stage 1"):  # caches may differ, so no later pass runs
-        session.run(ids, start)
-    assert time.monotonic() - began < 1
-    session.reopen()
-    for token in range(10, 20):
-        np.testing.assert_array_equal(session.run(ids + token, start), whole.run(ids + token, start))
-
-
-@over((NODES, "pair"), (MACHINE, "pair"))
-def test_a_stage_that_answers_late_but_in_time_is_waited_for(bundles: Made[Bundles], name: str) -> None:
-    session = engines(bundles[name].staged, passing=20).session("target", 1)
-    ids, start = np.array([[5, 6, 7]]), np.array([0])
-    want, began = session.run(ids, start).copy(), time.monotonic()
-    stopped = hosts()[1]
-    stopped.send_signal(signal.SIGSTOP)
-    timer = threading.Timer(2, stopped.send_signal, [signal.SIGCONT])
-    timer.start()
-    np.testing.assert_array_equal(session.run(ids, start), want)
-    assert time.monotonic() - began > 1.9
-    timer.join()
 
 
 @over_nodes

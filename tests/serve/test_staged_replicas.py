@@ -155,12 +155,17 @@ def test_a_replica_whose_stage_dies_is_replaced(bundle: Path, want: str) -> None
             assert server.wait(timeout=60) == 0
 
 
-def test_replicas_have_stages_of_their_own(bundle: Path, want: str) -> None:
-    """There is room for two replicas and the stage of each, and none takes the other's."""
-    cluster, port = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False}), free_port()
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_replicas_have_stages_of_their_own(bundle: Path, want: str, nodes: int) -> None:
+    """There is room for two replicas and the stage of each, and none takes the other's; also if each is on another node."""
+    cores = 4 // nodes
+    cluster, port = Cluster(initialize_head=True, head_node_args={"num_cpus": cores, "include_dashboard": False}), free_port()
     body = json.dumps({"prompt": PROMPT, "max_tokens": 24, "temperature": 0}).encode()
     command = [*COMMAND, "serve", str(bundle), "--ray", "--replicas", "2", "--stage-cores", "1", "--port", str(port)]
     try:
+        for _ in range(1, nodes):
+            cluster.add_node(num_cpus=cores)
+        cluster.wait_for_nodes()
         environment = ENVIRONMENT | {"RAY_ADDRESS": cluster.address}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
         assert done.returncode == 0, done.stderr
