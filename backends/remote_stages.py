@@ -50,6 +50,11 @@ class RemoteStages(Session):
         self._connect, self._chain, self._paired = connect, connect(), False
         self._gives = last.stage.gives
 
+    @property
+    def is_graph(self) -> bool:
+        """Whether the stages are a compiled graph of Ray, so that they are all on this machine."""
+        return self._chain.is_graph
+
     def bind(self, buffers: Pass) -> Launch:
         return in_sequence(self.bind_parts(buffers))
 

@@ -126,6 +126,11 @@ class Chain:
             reason = f"the stages cannot be connected: {type(error).__name__}: {reason_of(error)}"
             raise self._fail(error, reason, SHARED) from error
 
+    @property
+    def is_graph(self) -> bool:
+        """Whether the stages are a compiled graph."""
+        return self._graph is not None
+
     def _wait(self, answers: Sequence[Any], late: str, hint: str) -> None:
         try:
             ray.get(answers, timeout=OPENING)

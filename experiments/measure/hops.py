@@ -1,10 +1,10 @@
 """Measure what it takes to cross from stage to stage in other processes, over Ray.
 
 The target's passes alternate between three sessions: all stages in one process, the others in processes connected by a compiled
-graph of Ray, and the same called one after the other. Prints the median of each in milliseconds, and how much longer a pass
-takes per hop over Ray, in microseconds: the median, and the range of the middle 80%. A pass makes as many hops as there are
-stages: from one process to the next, and from the last actor back. With OMP_NUM_THREADS=1, the stages have a thread each in all
-three.
+graph of Ray, and the same called one after the other. In the cluster at RAY_ADDRESS, stages may be on other nodes, where there
+is no graph. Prints the median of each in milliseconds, and how much longer a pass takes per hop over Ray, in microseconds: the
+median, and the range of the middle 80%. A pass makes as many hops as there are stages: from one process to the next, and from
+the last actor back. With OMP_NUM_THREADS=1, the stages have a thread each in all three.
 
 At last it prints a pass in one process as a multiple of the time that its stages took in it, and how much longer it takes, per
 stage beside the last.
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.backends.open import open_bundle, open_engines
-from outrider.backends.remote_stages import RayStages
+from outrider.backends.remote_stages import RayStages, RemoteStages
 from outrider.engines.cluster import connect
 from outrider.engines.device import Launch
 from outrider.engines.session import Pass, Session
@@ -74,22 +74,26 @@ def time_stages(session: StagedSession) -> list[float]:
 @click.option("--rows", multiple=True, type=int, default=(1, 5), show_default=True, help="Rows of a pass; repeat for several.")
 @click.option("--repeat", type=click.IntRange(1), default=300, show_default=True, help="Number of passes.")
 def command(bundle: Path, rows: tuple[int, ...], repeat: int) -> None:
-    sessions, manifest, build = [], *open_bundle(bundle)
+    sessions, manifest, build = dict[str, Session](), *open_bundle(bundle)
     others = len(build.stages) - 1
     if others < 1:
         raise UsageError("this bundle's target is in one piece", "build it with --stages")
     connect(2 * others)
-    for way in WAYS.values():
+    for name, way in WAYS.items():
         engines = open_engines(bundle, manifest, build)
         engines.elsewhere = way
-        sessions.append(engines.session("target", 1))
+        session = sessions[name] = engines.session("target", 1)
+        assert isinstance(session, StagedSession)
+        first = session.stages[0]
+        if isinstance(first, RemoteStages) and first.is_graph != (name == "graph"):
+            del sessions[name]
     for count in rows:
-        times = dict(zip(WAYS, measure(sessions, count, repeat).T, strict=True))
+        times = dict(zip(sessions, measure([*sessions.values()], count, repeat).T, strict=True))
         print(f"{count} rows: " + ", ".join(f"{name} {np.median(each):.2f} ms" for name, each in times.items()))
-        for name in ("graph", "calls"):
+        for name in [name for name, way in WAYS.items() if way and name in times]:
             low, middle, high = np.quantile(1000 * (times[name] - times["one process"]) / (others + 1), (0.1, 0.5, 0.9))
             print(f"    {name}: {middle:.0f} us per hop ({low:.0f}-{high:.0f})", flush=True)
-    whole = sessions[0]
+    whole = sessions["one process"]
     assert isinstance(whole, StagedSession)
     spent = time_stages(whole)
     for count in rows:
