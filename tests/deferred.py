@@ -24,6 +24,8 @@ from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.contract import Stage
 from outrider.engines.device import Buffer, Cpu, Engine, Launch, QueuedDevice
 from outrider.engines.precisions import DTYPES
+from outrider.engines.session import Session
+from outrider.engines.sizes import Sizes
 from outrider.errors import EngineError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.text.text import Text
@@ -253,8 +255,16 @@ def pretend() -> None:
     OnnxRuntimeBackend.open = opened  # type: ignore[method-assign, assignment]
 
 
-def deferred(bundle: Path, max_candidates: int | None = None, slots: int = 1) -> Outrider:
-    """A bundle loaded onto such a device, or onto one for each GPU of its stages and drafts; those of the CPU stay there."""
+def deferred(
+    bundle: Path,
+    max_candidates: int | None = None,
+    slots: int = 1,
+    elsewhere: Callable[[Engines, Sequence[Sizes]], Session] | None = None,
+) -> Outrider:
+    """A bundle loaded onto such a device, or onto one for each GPU of its stages and drafts; those of the CPU stay there.
+
+    Stages that `elsewhere` opens are on real devices.
+    """
     manifest, build = open_bundle(bundle)
     places, drafts = build.places, [build.draft_device] if build.draft_device else []
     others: dict[str, Engines] = {
@@ -268,5 +278,5 @@ def deferred(bundle: Path, max_candidates: int | None = None, slots: int = 1) ->
             name = home.split()[0]
             others[home] = registry.get(name).open(bundle, manifest, build.seen_by(name), place)
     engines = others[places[-1]]
-    engines.others = others
+    engines.others, engines.elsewhere = others, elsewhere
     return Outrider(engines, Text.load(bundle, manifest), slots)

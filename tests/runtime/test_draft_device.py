@@ -18,7 +18,8 @@ from outrider.engines.device import Buffer, Device, Launch
 from outrider.engines.staged_session import StagedSession
 from outrider.runtime.generation import Outrider
 from outrider.tests.deferred import Deferred, deferred
-from outrider.tests.runtime.stages import CAPACITY, CHUNK, PROMPTS, SLOTS, K, alone, results, together
+from outrider.tests.runtime.local_stages import LocalStages
+from outrider.tests.runtime.stages import CAPACITY, CHUNK, PROMPTS, SLOTS, K, alone, at_once, results, together
 from outrider.tests.support import Made, build, run_here
 
 SIZES = {"k": [*K], "capacity": CAPACITY, "batch": SLOTS, "max_prompt_chunk": CHUNK}
@@ -98,6 +99,21 @@ def test_drafts_and_texts_are_those_of_one_device(both: tuple[Outrider, Outrider
     assert accepted(other) == accepted(one)
     assert sum(accepted(one)) > 20
     assert bool(other.rounds.recorder.recorded) == ("cpu" not in (placed.draft, other.build.device))
+
+
+@pytest.mark.slow
+def test_a_draft_may_be_on_a_device_while_stages_are_in_other_processes(
+    loaded: Made[Outrider], trained_exports: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Alone and in halves that alternate."""
+    bundle = build(trained_exports("fp32"), tmp_path / "bundle", stages="2", draft_device="cuda:0", **SIZES)
+    one, stages = loaded["draft"], LocalStages()
+    other = deferred(bundle, slots=SLOTS, elsewhere=stages)
+    want = alone(one, 0, None, 12)
+    assert alone(other, 4, other.drafters[0], 12) == want
+    assert at_once(other, 4, 12) == want
+    assert accepted(other) == accepted(one)
+    assert stages.chains[0].overlapping
 
 
 def test_copies_that_do_not_wait_change_what_is_drafted(loaded: Made[Outrider], monkeypatch: pytest.MonkeyPatch) -> None:
