@@ -22,10 +22,14 @@ from outrider.tests.support import build, run_here
 # Prints how many threads each stage adds to the process, if the process may use that many, and how an answer ends. The thread
 # that runs a stage counts.
 COUNT = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 from outrider.backends.open import open_bundle, open_engines
 from outrider.runtime.generation import Outrider, SamplingParams
+
+def threads():
+    time.sleep(0.1)  # one that has ended may still be listed
+    return len(os.listdir("/proc/self/task"))
 
 folder, kept = Path(sys.argv[1]), []
 for most in sys.argv[2:]:
@@ -33,9 +37,9 @@ for most in sys.argv[2:]:
     engines = open_engines(folder, *open_bundle(folder))
     whole = engines.sizes("target", 1)
     for stage, home in zip(engines.build.stages, engines.build.homes):
-        before = len(os.listdir("/proc/self/task"))
+        before = threads()
         kept.append(engines.others.get(home, engines).model("target", whole.of(stage)))
-        print(1 + len(os.listdir("/proc/self/task")) - before)
+        print(1 + threads() - before)
 *_, last = Outrider.load(folder).generate("the quick", SamplingParams(max_new_tokens=4), k=2)
 print(last.finish_reason)
 """

@@ -154,7 +154,7 @@ def test_limits(bundle: Path) -> None:
 
 
 def test_a_chat_template_can_be_given(tiny_bundle: Path) -> None:
-    body = {"model": "target", "messages": [{"role": "user", "content": "the quick"}], "max_tokens": 4}
+    body = {"model": "target", "messages": [{"role": "user", "content": "the quick"}], "max_tokens": 4, "min_tokens": 4}
     with serving(tiny_bundle) as server:
         assert any("--chat-template FILE adds one" in line for line in server.log)
         status, answer = post(server, "/v1/chat/completions", json.dumps(body).encode())

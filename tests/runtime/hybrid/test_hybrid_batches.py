@@ -177,9 +177,12 @@ def test_nothing_continues_from_the_snapshots_of_a_request_that_fails(
 
 @pytest.mark.parametrize("fault", ["no state", "that of another place"])
 def test_a_wrong_state_changes_tokens(batched: tuple[Outrider, Outrider], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the test above would notice. Some places have states that are nearly the right one."""
+    """So the test above would notice. Some places have states that are nearly the right one, others those of another text."""
     many, single = batched
     target = many.sessions["target"]
+    target.run(np.random.default_rng(0).integers(0, 300, (1, CHUNK)), np.array([0]), 0, certain=[CHUNK])
+    for place in range(target.places):
+        target.snapshot(0, place)
     restore, wrong = target.restore, 1
 
     def faulty(place: int, slot: int, position: int) -> None:
