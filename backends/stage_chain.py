@@ -29,7 +29,7 @@ from outrider.errors import OutriderError, StageError, reason_of
 OPENING = 600.0  # seconds for actors to find a place, and as many to load their stages
 UNDER_WAY = 2  # passes: one of each half of a batch
 ASKING = 1.0  # seconds for actors to say how far they are, after a failure
-PART, PAUSE = 0.02, 0.002  # a reader sleeps for this part of the time that it has waited, at most so many seconds
+PART, PAUSE = 0.02, 0.002  # a reader's sleep: this share of its wait so far, up to so many seconds
 LOGGER = logging.getLogger("outrider.serve")
 ROOM = "ray status shows whether a node has enough free cores, and a GPU for a stage on one; use fewer cores with --stage-cores"
 LOADING = "its disk may be slow, or its machine short of memory; Ray's logs have more (/tmp/ray/session_latest/logs)"

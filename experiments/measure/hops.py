@@ -90,7 +90,7 @@ def command(bundle: Path, rows: tuple[int, ...], repeat: int) -> None:
     for count in rows:
         times = dict(zip(sessions, measure([*sessions.values()], count, repeat).T, strict=True))
         print(f"{count} rows: " + ", ".join(f"{name} {np.median(each):.2f} ms" for name, each in times.items()))
-        for name in [name for name, way in WAYS.items() if way and name in times]:
+        for name in [*times][1:]:
             low, middle, high = np.quantile(1000 * (times[name] - times["one process"]) / (others + 1), (0.1, 0.5, 0.9))
             print(f"    {name}: {middle:.0f} us per hop ({low:.0f}-{high:.0f})", flush=True)
     whole = sessions["one process"]

@@ -17,8 +17,12 @@ from outrider.tests.support import ROOT
 
 HYBRID = str(ROOT / "examples" / "tiny-hybrid" / "target")
 STAGES = {"pair": "3", "hybrid": "3", "openvino": "3"}  # others have 2
-HEADS = {"head": "trained head", "block": "random block", "parallel head": "random parallel-head"}
-HEADS["parallel draft"] = "trained parallel"
+HEADS = {
+    "head": "trained head",
+    "block": "random block",
+    "parallel head": "random parallel-head",
+    "parallel draft": "trained parallel",
+}
 MACHINE, NODES = "one machine", "a node each"
 
 
