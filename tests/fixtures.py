@@ -24,7 +24,7 @@ from outrider.export.parity import reference
 from outrider.runtime.generation import Outrider
 from outrider.tests.drafts import parallel_draft, plain_block_head, random_block_head, random_head, random_parallel_head
 from outrider.tests.samplers import Graphs, sampler_graphs
-from outrider.tests.support import PAIR, SHIPPED, broken_export, build, llama, run, write_checkpoint
+from outrider.tests.support import HYBRID, PAIR, SHIPPED, broken_export, build, llama, run, write_checkpoint
 from outrider.tests.traces import share_traces
 
 torch.set_num_threads(2)
@@ -224,6 +224,23 @@ def drafter_exports(once: Once) -> Callable[[str, str], Path]:
         target, drafts = str(PAIR / "target"), [str(PAIR / "draft"), str(source)]
         name = f"{what}-{kind}-{precision}"
         return once(name, lambda output: export_pair(target, drafts, output, precision=precision))
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def named_exports(
+    shipped_export: Path, trained_exports: Callable[[str], Path], drafter_exports: Callable[[str, str], Path], once: Once
+) -> Callable[[str], Path]:
+    """Return a function from a name to an export: "shipped", or a precision and "pair", "hybrid" or a drafter."""
+
+    def made(name: str) -> Path:
+        precision, _, what = name.partition(" ")
+        if name == "shipped":
+            return shipped_export
+        if what == "hybrid":
+            return once(f"hybrid-{precision}", lambda output: export_pair(str(HYBRID), None, output, precision=precision))
+        return trained_exports(precision) if what == "pair" else drafter_exports(precision, what)
 
     return made
 

@@ -49,6 +49,7 @@ from outrider.runtime import drafters
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "examples" / "tiny-pair"
+HYBRID = ROOT / "examples" / "tiny-hybrid" / "target"
 PAIR = ROOT / "tests" / "pair"  # which is smaller; see make.py there
 END = "<|endoftext|>"
 TEXT = ["the quick brown fox jumps over the lazy dog", "naïve café, 中文 and 🙂 emoji", "0123456789 +-*/=()"] * 20

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.export.pair import export_pair
 from outrider.tests.nodes import ray_nodes
-from outrider.tests.runtime.ray_bundles import HEADS, HYBRID, MACHINE, STAGES, Bundles
+from outrider.tests.runtime.ray_bundles import EXPORTS, MACHINE, STAGES, Bundles
 from outrider.tests.runtime.stages import loaded
 from outrider.tests.support import Made
 
@@ -22,22 +21,12 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def bundles(
-    shipped_export: Path,
-    drafter_exports: Callable[[str, str], Path],
-    once: Callable[[str, Callable[[Path], object]], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Made[Bundles]:
+def bundles(named_exports: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Made[Bundles]:
     folder = tmp_path_factory.mktemp("ray")
-
-    def export(name: str) -> Path:
-        if name == "hybrid":
-            return once("hybrid-fp32", lambda output: export_pair(HYBRID, None, output, precision="fp32"))
-        return drafter_exports("fp32", HEADS[name]) if name in HEADS else shipped_export
 
     def make(name: str) -> Bundles:
         backend = "openvino" if name == "openvino" else "onnxruntime"
-        source, made = export(name), Bundles(folder / f"{name} whole", folder / f"{name} staged")
+        source, made = named_exports(EXPORTS[name]), Bundles(folder / f"{name} whole", folder / f"{name} staged")
         for path, stages in zip(made, (None, STAGES.get(name, "2")), strict=True):
             loaded(source, path, stages, backend=backend).close()
         return made

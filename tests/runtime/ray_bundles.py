@@ -13,15 +13,16 @@ from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.remote_stages import RayStages
 from outrider.backends.stage_chain import Chain, Sent
 from outrider.backends.stage_host import Crossing, PassedOn
-from outrider.tests.support import ROOT
 
-HYBRID = str(ROOT / "examples" / "tiny-hybrid" / "target")
 STAGES = {"pair": "3", "hybrid": "3", "openvino": "3"}  # others have 2
-HEADS = {
-    "head": "trained head",
-    "block": "random block",
-    "parallel head": "random parallel-head",
-    "parallel draft": "trained parallel",
+EXPORTS = {
+    "pair": "shipped",
+    "hybrid": "fp32 hybrid",
+    "openvino": "shipped",
+    "head": "fp32 trained head",
+    "block": "fp32 random block",
+    "parallel head": "fp32 random parallel-head",
+    "parallel draft": "fp32 trained parallel",
 }
 MACHINE, NODES = "one machine", "a node each"
 

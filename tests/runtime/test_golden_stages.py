@@ -13,14 +13,11 @@ import outrider
 from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.stage_host import StageHost, seal
 from outrider.errors import EngineError
-from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.tests.deferred import deferred
 from outrider.tests.runtime.local_stages import LocalStages
 from outrider.tests.runtime.stages import SLOTS, alone, at_once, loaded, results, together
-from outrider.tests.support import ROOT, Made
-
-HYBRID = str(ROOT / "examples" / "tiny-hybrid" / "target")
+from outrider.tests.support import Made
 
 
 class Cut(NamedTuple):
@@ -51,27 +48,13 @@ Pair = tuple[Outrider, Outrider]
 
 
 @pytest.fixture(scope="module")
-def pairs(
-    shipped_export: Path,
-    trained_exports: Callable[[str], Path],
-    drafter_exports: Callable[[str, str], Path],
-    once: Callable[[str, Callable[[Path], object]], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Made[Pair]:
+def pairs(named_exports: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Made[Pair]:
     """Each target in one piece and in stages."""
     folder = tmp_path_factory.mktemp("stages")
 
-    def exported(name: str) -> Path:
-        precision, _, what = name.partition(" ")
-        if name == "shipped":
-            return shipped_export
-        if what == "hybrid":
-            return once(f"hybrid-{precision}", lambda output: export_pair(HYBRID, None, output, precision=precision))
-        return trained_exports(precision) if what == "pair" else drafter_exports(precision, what)
-
     def make(name: str) -> Pair:
         export, stages, backend = CUTS[name]
-        source = exported(export)
+        source = named_exports(export)
         return (
             loaded(source, folder / f"{name} whole", None, backend=backend),
             loaded(source, folder / f"{name} staged", stages, backend=backend),

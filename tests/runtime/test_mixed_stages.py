@@ -12,14 +12,12 @@ import pytest
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
 from outrider.backends.open import open_bundle, open_engines
 from outrider.engines.staged_session import StagedSession
-from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.tests.deferred import deferred
 from outrider.tests.runtime.local_stages import LocalStages
 from outrider.tests.runtime.stages import CAPACITY, CHUNK, SLOTS, K, alone, at_once, loaded, results, together
-from outrider.tests.support import ROOT, Made, build
+from outrider.tests.support import Made, build
 
-HYBRID = str(ROOT / "examples" / "tiny-hybrid" / "target")
 ORT, OV = "onnxruntime", "openvino"
 
 
@@ -45,23 +43,12 @@ QUICK = ("head",)
 
 
 @pytest.fixture(scope="module")
-def made(
-    shipped_export: Path,
-    trained_exports: Callable[[str], Path],
-    drafter_exports: Callable[[str, str], Path],
-    once: Callable[[str, Callable[[Path], object]], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Made[Outrider]:
+def made(named_exports: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Made[Outrider]:
     folder = tmp_path_factory.mktemp("mixed")
 
     def make(name: str) -> Outrider:
         mix, whole = MIXES[name.removesuffix(" whole")], name.endswith(" whole")
-        precision, _, what = mix.export.partition(" ")
-        source = shipped_export
-        if what == "hybrid":
-            source = once(f"hybrid-{precision}", lambda output: export_pair(HYBRID, None, output, precision=precision))
-        elif what:
-            source = trained_exports(precision) if what == "pair" else drafter_exports(precision, what)
+        source = named_exports(mix.export)
         if whole:
             return loaded(source, folder / name, None, backend=mix.backends[0])
         return loaded(source, folder / name, mix.stages, stage_backends=mix.backends)

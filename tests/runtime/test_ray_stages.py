@@ -22,14 +22,14 @@ from outrider.engines.staged_session import StagedSession
 from outrider.errors import EngineError
 from outrider.experiments.measure.__main__ import main
 from outrider.tests.nodes import hosts
-from outrider.tests.runtime.ray_bundles import HEADS, MACHINE, NODES, STAGES, Bundles, engines, over, over_nodes, watched
+from outrider.tests.runtime.ray_bundles import EXPORTS, MACHINE, NODES, Bundles, engines, over, over_nodes, watched
 from outrider.tests.runtime.stages import SLOTS, K, alone, at_once, results, together
 from outrider.tests.support import Made, build
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
 
-@over(*((NODES, name) for name in STAGES | HEADS), *((MACHINE, name) for name in ("pair", "head", "hybrid")))
+@over(*((NODES, name) for name in EXPORTS), *((MACHINE, name) for name in ("pair", "head", "hybrid")))
 def test_texts_over_nodes_are_those_of_the_whole(bundles: Made[Bundles], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy and sampled, free and under grammars, alone and in halves that alternate, with every drafter of the bundle."""
     whole = Outrider.load(bundles[name].whole, slots=None)

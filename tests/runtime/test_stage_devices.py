@@ -15,14 +15,12 @@ from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.device import Cpu
 from outrider.engines.staged_session import StagedSession
 from outrider.errors import EngineError, UsageError
-from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.tests.deferred import Deferred, deferred, opened
 from outrider.tests.runtime.local_stages import LocalStages
 from outrider.tests.runtime.stages import CAPACITY, CHUNK, SLOTS, K, alone, results, together
-from outrider.tests.support import ROOT, Made, build
+from outrider.tests.support import Made, build
 
-HYBRID = str(ROOT / "examples" / "tiny-hybrid" / "target")
 SIZES = {"k": [*K], "capacity": CAPACITY, "batch": SLOTS, "max_prompt_chunk": CHUNK}
 
 
@@ -35,10 +33,10 @@ class Places(NamedTuple):
 
 
 PLACES = {
-    "two GPUs": Places("trained head", "2", ("cuda:0", "cuda:1")),
+    "two GPUs": Places("fp32 trained head", "2", ("cuda:0", "cuda:1")),
     "there and back": Places("shipped", "0,1-3,4-5", ("cuda:1", "cuda:0", "cuda:1")),
     "three GPUs": Places("shipped", "3", ("cuda:0", "cuda:1", "cuda:2")),
-    "the rest on the CPU": Places("trained head", "2", ("cpu", "cuda:0")),
+    "the rest on the CPU": Places("fp32 trained head", "2", ("cpu", "cuda:0")),
     "the end on the CPU": Places("shipped", "2", ("cuda:0", "cpu")),
 }
 QUICK = ("two GPUs", "the rest on the CPU")
@@ -46,17 +44,13 @@ Both = tuple[Outrider, Outrider]
 
 
 @pytest.fixture(scope="module")
-def loaded(
-    shipped_export: Path,
-    drafter_exports: Callable[[str, str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Made[Both]:
+def loaded(named_exports: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Made[Both]:
     """Each target on one device in one piece, and on several in stages."""
     folder = tmp_path_factory.mktemp("devices")
 
     def make(name: str) -> Both:
         export, stages, devices = PLACES[name]
-        source = shipped_export if export == "shipped" else drafter_exports("fp32", export)
+        source = named_exports(export)
         whole = build(source, folder / f"{name} whole", device="cuda", **SIZES)
         staged = build(source, folder / f"{name} staged", stages=stages, stage_devices=devices, **SIZES)
         return deferred(whole, slots=SLOTS), deferred(staged, slots=SLOTS)
@@ -95,9 +89,9 @@ def test_texts_of_several_devices_are_those_of_one(both: Both) -> None:
 
 
 @pytest.mark.slow
-def test_recurrent_layers_on_several_devices(once: Callable[[str, Callable[[Path], object]], Path], tmp_path: Path) -> None:
+def test_recurrent_layers_on_several_devices(named_exports: Callable[[str], Path], tmp_path: Path) -> None:
     """With n-grams as drafts, of which many are rejected; and a prefix that is read from a snapshot."""
-    export = once("hybrid-fp32", lambda output: export_pair(HYBRID, None, output, precision="fp32"))
+    export = named_exports("fp32 hybrid")
     one = {**SIZES, "batch": 1}
     whole = deferred(build(export, tmp_path / "whole", device="cuda", **one))
     staged = deferred(build(export, tmp_path / "staged", stages="0-1,2-3", stage_devices=("cuda:0", "cuda:1"), **one))

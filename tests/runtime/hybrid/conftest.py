@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
-from outrider.tests.runtime.hybrid.hybrids import HYBRID, SHORT, K, endless
-from outrider.tests.support import Made
+from outrider.tests.runtime.hybrid.hybrids import SHORT, K, endless
+from outrider.tests.support import HYBRID, Made
 
 
 def shorten(folder: Path) -> None:

@@ -10,9 +10,8 @@ import pytest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.runtime.test_golden import tokens
-from outrider.tests.support import ROOT, build, make_endless
+from outrider.tests.support import build, make_endless
 
-HYBRID = ROOT / "examples" / "tiny-hybrid" / "target"
 K, CHUNK = (1, 2, 4, 8), 16
 SHORT = "two layers"  # in fp32
 WHOLE = pytest.param("fp32", marks=pytest.mark.slow)

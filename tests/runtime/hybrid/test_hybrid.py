@@ -23,9 +23,9 @@ from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
-from outrider.tests.runtime.hybrid.hybrids import CAPACITY, HYBRID, SHORT, WHOLE, K, alone, endless
+from outrider.tests.runtime.hybrid.hybrids import CAPACITY, SHORT, WHOLE, K, alone, endless
 from outrider.tests.runtime.test_golden import FEW, PROMPTS, run, tokens
-from outrider.tests.support import Made, run_here
+from outrider.tests.support import HYBRID, Made, run_here
 from outrider.training.arguments import TrainingArguments
 from outrider.training.eagle3 import Eagle3Objective
 from outrider.training.train import check_target
