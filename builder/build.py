@@ -17,10 +17,10 @@ from outrider.backends.open import open_bundle, open_engines
 from outrider.builder.acceptance import measure_acceptance
 from outrider.builder.defaults import backends, longest
 from outrider.builder.passes import measure
-from outrider.builder.stages import check_cuts, check_number, cut_target, cutting, stage_place
+from outrider.builder.stages import StageOptions, in_stages, stage_place
 from outrider.bundle.folder import digest_all, read_manifest, staged, write_whole
-from outrider.bundle.integrity import check_file, unchanged
-from outrider.bundle.manifest import MANIFEST, READS_FEATURES, Build, Manifest, model_file
+from outrider.bundle.integrity import unchanged
+from outrider.bundle.manifest import MANIFEST, READS_FEATURES, Build, Manifest
 from outrider.engines.contract import window_buckets
 from outrider.errors import DeviceError, EngineError, FolderError, OutriderError, OutriderWarning, UsageError
 from outrider.progress import SILENT, Progress
@@ -78,40 +78,15 @@ def build_engine(
         raise FolderError(f"{source} is already a bundle", "pass the folder that outrider export wrote")
     capacity = longest(manifest, DEFAULT_CAPACITY) if capacity is None else capacity
     max_prompt_chunk = min(DEFAULT_CHUNK, capacity) if max_prompt_chunk is None else max_prompt_chunk
-    if stage_devices and device is not None:
-        raise UsageError("--device and --stage-device both say where the target runs", "leave --device out")
-    if stage_backends and backend != AUTO:
-        raise UsageError("--backend and --stage-backend both say what runs the target", "leave --backend out")
-    if AUTO in stage_backends:
-        raise UsageError(f"--stage-backend {','.join(stage_backends)}: {AUTO} is no backend", f"name one of {cutting()}")
-    if stage_backends:
-        backend = stage_backends[-1]
-    places = [*map(stage_place, stage_devices)]
-    devices = [each.device for each in places]
-    if places:
-        device = devices[-1].partition(":")[0]
-    wanted = [each for each in ([device] if not places else devices) + [draft_device] if each is not None]
-    *preferred, last = _backends(backend, manifest, wanted)
-    others = [each for name in stage_backends for each in _backends(name, manifest, ())]
+    wanted = StageOptions(stages, [*map(stage_place, stage_devices)], stage_backends)
+    backend, device = wanted.of_last_stage(backend, device)
+    needed = [device, draft_device, *(each.device for each in wanted.places)]
+    *preferred, last = _backends(backend, manifest, [each for each in needed if each is not None])
+    others = [_backends(name, manifest, ()) for name in stage_backends]
     spec = BuildSpec(source, manifest, output, sorted(set(k)), capacity, batch, max_prompt_chunk, device, options)
     spec = replace(spec, draft_device=draft_device)
     _check_sizes(spec)
-    if stages is not None:
-        check_cuts([*preferred, last])
-        for each in others:
-            check_cuts([each])
-        graph = model_file("target")
-        with unchanged(source) as intact:
-            check_file(intact, graph, manifest.files[graph], SILENT)  # before anything in it is believed
-            cut = cut_target(stages, intact, {device, *devices} <= {None, "cpu"})
-        spec = replace(spec, ends=cut.ends, parts=cut.parts)
-    check_number(places, spec.ends, "device", "cuda:0,cuda:1")
-    check_number(stage_backends, spec.ends, "backend", "onnxruntime,openvino")
-    if len({*stage_backends}) > 1:
-        spec = replace(spec, stage_backends=stage_backends)
-    if places:
-        threads = [each.threads for each in places]
-        spec = replace(spec, stage_devices=[] if {*devices} == {"cpu"} else devices, stage_threads=threads)
+    spec = in_stages(spec, wanted, [[*preferred, last], *others])
     if measured is not None:
         _check_measured(measured, spec)
     for role, model in manifest.models.items():

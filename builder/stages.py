@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -11,8 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.backends import registry
 from outrider.backends.base import Backend
+from outrider.backends.build_spec import BuildSpec
+from outrider.bundle.integrity import check_file, unchanged
 from outrider.bundle.manifest import model_file
 from outrider.errors import EngineError, UsageError
+from outrider.progress import SILENT
+from outrider.runtime.policy.choice import AUTO
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -40,6 +45,59 @@ def stage_place(wanted: str) -> StagePlace:
     """Return what one word of --stage-device asks for; whether a backend has the device is checked later."""
     found = THREADS.fullmatch(wanted)
     return StagePlace(wanted) if found is None else StagePlace("cpu", int(found[1]))
+
+
+class StageOptions(NamedTuple):
+    """The options that `build-engine` has for stages."""
+
+    stages: str | None  # their number or layers; None if the target is not cut
+    places: Sequence[StagePlace]  # of each stage; empty if all are on one device
+    backends: Sequence[str]  # of each stage; empty if all have one
+
+    def of_last_stage(self, backend: str, device: str | None) -> tuple[str, str | None]:
+        """Return the backend and the device of the last stage: those of the whole target, unless stages have their own.
+
+        Raises:
+            UsageError: both are given, or a stage has no backend of its own.
+        """
+        if self.places and device is not None:
+            raise UsageError("--device and --stage-device both say where the target runs", "leave --device out")
+        if self.backends and backend != AUTO:
+            raise UsageError("--backend and --stage-backend both say what runs the target", "leave --backend out")
+        if AUTO in self.backends:
+            raise UsageError(f"--stage-backend {','.join(self.backends)}: {AUTO} is no backend", f"name one of {cutting()}")
+        last_device = self.places[-1].device.partition(":")[0] if self.places else device
+        return self.backends[-1] if self.backends else backend, last_device
+
+
+def in_stages(spec: BuildSpec, wanted: StageOptions, backends: Sequence[Sequence[Backend]]) -> BuildSpec:
+    """Return what to build with the target cut as wanted.
+
+    Args:
+        backends: groups of backends; of each, one has to run stages.
+
+    Raises:
+        UsageError: no backend of a group runs stages, or the options do not fit the target or each other.
+        FolderError: the export's graph is damaged.
+        EngineError: the package that cuts graphs is not installed.
+    """
+    devices = [each.device for each in wanted.places]
+    if wanted.stages is not None:
+        for group in backends:
+            check_cuts(group)
+        graph = model_file("target")
+        with unchanged(spec.source) as intact:
+            check_file(intact, graph, spec.manifest.files[graph], SILENT)  # before anything in it is believed
+            cut = cut_target(wanted.stages, intact, {spec.device, *devices} <= {None, "cpu"})
+        spec = replace(spec, ends=cut.ends, parts=cut.parts)
+    check_number(devices, spec.ends, "device", "cuda:0,cuda:1")
+    check_number(wanted.backends, spec.ends, "backend", "onnxruntime,openvino")
+    if len({*wanted.backends}) > 1:
+        spec = replace(spec, stage_backends=wanted.backends)
+    if devices:
+        threads = [each.threads for each in wanted.places]
+        spec = replace(spec, stage_devices=[] if {*devices} == {"cpu"} else devices, stage_threads=threads)
+    return spec
 
 
 def cut_target(wanted: str, export: Path, on_cpu: bool) -> Cut:
