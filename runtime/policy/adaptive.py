@@ -71,7 +71,7 @@ class AdaptivePolicy(Policy):
         self._sizes = 0  # number of built k that they were compared for
         self._able: list[str] = []  # the drafters on the device that could draft when they were compared
         self._upkeep = 0.0  # milliseconds that the steady drafter needs later for what a round of proposals emits
-        self._proposal_times: dict[str, list[tuple[Choice, float]]] = {}  # milliseconds of rounds, by drafter
+        self._proposal_times: dict[str, list[tuple[Choice, float]]] = {}  # milliseconds of rounds, by drafter on the host
         self._probes = Probes()
 
     def begin(self) -> Estimates:
@@ -114,17 +114,11 @@ class AdaptivePolicy(Policy):
         self._steady = Steady(best, per_token, stops, Choice(best.drafter, sizes[-1]) if longer else best)
         self._price_probes(batch, sizes)
         self._upkeep = self.times.upkeep(best, batch)  # the drafter of later rounds has to read what a proposal's round emits
-        self._proposal_times = {
-            name: [(choice, self.times.round(choice, batch) + self._upkeep) for choice in (Choice(name, k) for k in sizes)]
-            for name in self._on_host
-        }
+        self._proposal_times = {}
 
     def _best(self, batch: SequenceBatch, sizes: list[int]) -> tuple[Choice, float]:
-        """Compare plain decoding and the drafters on the device, which can draft in every round.
-
-        Returns:
-            the best choice, and its milliseconds per token.
-        """
+        """Compare plain decoding and the drafters on the device, which can draft in every round; return the best choice, with
+        its milliseconds per token."""
         best, least = PLAIN, self.times.round(PLAIN, batch) / batch.size
         times, plain = {PLAIN: least}, least
         for name in self._on_device:
@@ -166,8 +160,13 @@ class AdaptivePolicy(Policy):
                 if proposer is not None and (proposal := sequence.offers[proposer].proposal) is not None:
                     key = proposer, proposal.evidence, min(len(proposal.tokens), sequence.remaining - 1)
                     proposals[key] = proposals.get(key, 0) + 1
+            if not proposals:
+                continue
             rates = [(self._learned.evident(who, evidence).rate, limit, n) for (who, evidence, limit), n in proposals.items()]
             slow = most if sum(proposals.values()) < batch.size else math.inf
+            if name not in self._proposal_times:
+                each_k = [Choice(name, k) for k in self.sizes(batch.remaining)]
+                self._proposal_times[name] = [(each, self.times.round(each, batch) + self._upkeep) for each in each_k]
             choices = self._proposal_times[name]
             if choices and self.ragged and batch.size > 1:  # what others wait limits the rows instead
                 choice, rates, time = self._shared(choices[-1][0], rates, batch, self._steady.per_token)
