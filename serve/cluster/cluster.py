@@ -17,9 +17,11 @@ they do:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import random
+import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -172,6 +174,7 @@ def run(settings: Settings, scale: Scale, host: str, port: int, drain: int) -> N
         LOGGER.info(f"running on http://{host}:{port}", extra={"replicas": scale.replicas})
         if local:
             _wait_for_signal()
+            _finish(drain)
             serve.shutdown()
     finally:
         ray.shutdown()
@@ -196,3 +199,11 @@ def _wait_for_signal() -> None:
     ended = threading.Event()
     handle_signals(lambda *_: ended.set())
     ended.wait()
+
+
+def _finish(drain: float) -> None:
+    """Let answers finish, for at most `drain` seconds or until a SIGINT. `serve.shutdown` alone would cut them off."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with contextlib.suppress(TimeoutError, KeyboardInterrupt, RayError):
+        serve.get_app_handle(APPLICATION).broadcast("finish").results(timeout_s=drain)
+        serve.delete(APPLICATION)  # its processes end when what they have sent has arrived

@@ -34,6 +34,7 @@ SESSION_HEADER = b"x-session-id"  # Ray's header for requests that belong togeth
 # The parts of a request's scope that are sent to a replica; the others are meaningful only in this process.
 SCOPE_KEYS = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers", "client")
 QUEUE_FULL = ApiError(429, "too many requests are waiting; try again later", code="queue_full")
+ENDING = ApiError(503, "the server is shutting down; try again later", code="not_ready")
 LOGGER = logging.getLogger("outrider.serve")
 
 
@@ -45,6 +46,7 @@ class Ingress:
         log_as_json()
         self._settings, self._replicas, self._registry, self._places = settings, replicas, registry, places
         self.in_flight: Counter[str] = Counter()  # requests by owner
+        self._ending = False
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return Starlette(
@@ -56,6 +58,12 @@ class Ingress:
             middleware=[Middleware(Guard, settings=self._settings)],
             exception_handlers={HTTPException: on_http_error},
         )
+
+    async def finish(self) -> None:
+        """Refuse requests from now on, and return when all earlier ones have their answers."""
+        self._ending = True
+        while self.in_flight.total():
+            await asyncio.sleep(0.1)
 
     async def _health(self, _: Request) -> Response:
         if names := sorted(await self._registry.healthy.remote()):
@@ -80,6 +88,9 @@ class Ingress:
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request through a replica, unless its owner has too many requests."""
+        if self._ending:
+            await ENDING.response()(scope, receive, send)
+            return
         owner: str = scope["state"]["owner"]
         # An owner may hold as many places as are free (dynamic thresholds, Choudhury and Hahne 1998). So some places are always
         # free for a new owner, and n busy owners end up with one (n + 1)th of the places each. Ray serves waiting requests in

@@ -275,7 +275,13 @@ def test_without_a_cluster_it_starts_one_whose_replicas_follow_the_load_and_stop
         if loaded:
             with clients(served, texts):
                 served.wait_for_replicas(2)
-        server.terminate()
+        with ThreadPoolExecutor(32) as pool:  # more than there are slots: waiting requests are answered, too
+            answers = {pool.submit(ask, served, prompt, stream): prompt for prompt in PROMPTS for stream in (False, True) * 2}
+            while not any(answer.done() for answer in answers):
+                time.sleep(0.01)
+            server.terminate()
+            for answer, prompt in answers.items():
+                assert answer.result() == (texts[prompt], True)
         assert server.wait(timeout=60) == 0, server.stderr.read()
 
 
