@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -74,10 +77,26 @@ def _init(done: Future[None], **options: Any) -> None:
     """Call `ray.init`. A thread other than the main one never ends after it: with the thread that started Ray's processes,
     Linux ends these."""
     try:
-        ray.init(**options, log_to_driver=False, logging_level="error")
+        with _own_sigterm():
+            ray.init(**options, log_to_driver=False, logging_level="error")
     except BaseException as error:
         done.set_exception(error)
         return
     done.set_result(None)
     if threading.current_thread() is not threading.main_thread():
         threading.Event().wait()
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep the handler of SIGTERM. Ray sets one in Python, and one in C++ that prints a stack trace and may abort."""
+    python = signal.getsignal(signal.SIGTERM)
+    libc, native = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # larger than a `struct sigaction`
+    known = libc.sigaction(signal.SIGTERM, None, native) == 0
+    try:
+        yield
+    finally:
+        if python is not None and threading.current_thread() is threading.main_thread():  # Python lets no other one set it
+            signal.signal(signal.SIGTERM, python)
+        elif known:
+            libc.sigaction(signal.SIGTERM, native, None)

@@ -82,8 +82,6 @@ class HttpServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start to shut down. A second SIGINT comes from a person who does not want to wait for the answers."""
-        if hasattr(signal, "alarm"):
-            signal.alarm(0)  # set to 3 seconds by Ray's handler, if it runs stages, and would abort the process
         if self.should_exit and sig == signal.SIGINT:
             self._engine.end()
         self.should_exit = True
