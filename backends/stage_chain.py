@@ -29,7 +29,7 @@ from outrider.errors import OutriderError, StageError, reason_of
 OPENING = 600.0  # seconds for actors to find a place, and as many to load their stages
 UNDER_WAY = 2  # passes: one of each half of a batch
 ASKING = 1.0  # seconds for actors to say how far they are, after a failure
-PART, PAUSE = 0.02, 0.002  # a reader's sleep: this share of its wait so far, up to so many seconds
+PART, PAUSE = 0.02, 0.002  # a waiting reader sleeps for this share of its wait so far, and at most this many seconds
 LOGGER = logging.getLogger("outrider.serve")
 ROOM = "ray status shows whether a node has enough free cores, and a GPU for a stage on one; use fewer cores with --stage-cores"
 LOADING = "its disk may be slow, or its machine short of memory; Ray's logs have more (/tmp/ray/session_latest/logs)"
@@ -245,6 +245,7 @@ class Chain:
                 elif answer in ready:
                     ray.get(answer)
             except RayError as death:
-                LOGGER.info("a stage has failed", extra={"stage": name, "error": reason_of(death)})  # clients see no addresses
+                reason = reason_of(death.cause if isinstance(death, RayTaskError) else death)  # without a remote traceback
+                LOGGER.info("a stage has failed", extra={"stage": name, "error": reason})  # clients see no addresses
                 return f"{name} failed: {type(death).__name__}"
         return found
