@@ -22,8 +22,8 @@ from outrider.runtime.policy.choice import AUTO
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-THREADS = re.compile(r"cpu:threads=([1-9]\d{0,3})")
-SPAN = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+THREADS = re.compile(r"cpu:threads=([1-9][0-9]{0,3})")
+SPAN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 EXAMPLE = "use --stages 2, or --stages 0-13,14-27 to name the layers of each stage"
 
 
@@ -134,7 +134,7 @@ def cut_target(wanted: str, export: Path, on_cpu: bool) -> Cut:
     if not 2 <= (stages := spans[0][0]) <= len(ends):
         more = f", or a number up to {len(ends)}" if len(ends) > 2 else ""
         hint = f"use --stages 2{more}" if len(ends) > 1 else "leave --stages out"
-        raise UsageError(f"a target of {ends[-1]} layers cannot have {stages} stages", hint)
+        raise UsageError(f"a target of {ends[-1]} layers cannot have {stages} stage{'s' * (stages != 1)}", hint)
     sizes = [*map(weights_read if on_cpu else weights_of, cut(model, ends))]
     ends = [ends[index - 1] for index in balanced(sizes, stages)]
     return Cut(ends, cut(model, ends))
@@ -163,7 +163,7 @@ def check_number(given: Sequence[object], ends: Sequence[int], what: str, exampl
     """
     if given and len(given) != len(ends):
         raise UsageError(
-            f"--stage-{what} names {len(given)} {what}s, and the target has {len(ends) or 'no'} stages",
+            f"--stage-{what} names {len(given)} {what}{'s' * (len(given) != 1)}, and the target has {len(ends) or 'no'} stages",
             f"name one for each: --stages 2 --stage-{what} {example}",
         )
 

@@ -148,6 +148,14 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
         raise write_error(path, error) from error
 
 
+def has_manifest(folder: Path) -> bool:
+    """Return whether a folder is a bundle or an export, as far as its names tell."""
+    try:
+        return (folder / MANIFEST).exists()
+    except (OSError, ValueError):  # the path is too long, contains NUL, or may not be read
+        return False
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of an export or a bundle, after checking its file names. The files are not checked.
 

@@ -189,7 +189,7 @@ def command(
     from outrider.runtime.memory.memory import Memory
 
     text = _read_prompt() if prompt is None else prompt
-    made = bundle_of(wanted, device, k)
+    made = bundle_of(wanted, device, k, stage_cores)
     with progress_bar() as progress:
         memory = None if memory_file is None else Memory(file=memory_file)
         loaded = Outrider.load(

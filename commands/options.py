@@ -157,10 +157,20 @@ def model(command: Any) -> Any:
     return wrapped
 
 
-def bundle_of(wanted: Wanted, device: str | None, k: int | str) -> Prepared:
-    """Return the bundle of a model. What is missing is made first, with progress, and standard error tells what was chosen."""
+def bundle_of(wanted: Wanted, device: str | None, k: int | str, stage_cores: int | None = None) -> Prepared:
+    """Return the bundle of a model. What is missing is made first, with progress, and standard error tells what was chosen.
+
+    Raises:
+        UsageError: stages get cores, and the model is no bundle with stages.
+    """
+    from outrider.bundle.folder import has_manifest, read_manifest
     from outrider.prepare.prepare import prepare
 
+    if stage_cores is not None:
+        build = read_manifest(Path(wanted.model)).build if has_manifest(Path(wanted.model)) else None
+        if build is None or not build.stages:
+            hint = "make one with outrider build-engine --stages 2, or leave --stage-cores out"
+            raise UsageError(f"--stage-cores needs a bundle with stages, and {wanted.model} is none", hint)
     with progress_bar() as progress:
         made = prepare(replace(wanted, device=device, k=k), progress)
     for line in made.lines:
@@ -203,7 +213,7 @@ memory_file = click.option(
 )
 stage_cores = click.option(
     "--stage-cores",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=1, max=1024),
     help="Run each stage of the target but the last in a process of its own, with this many cores, and a GPU if it is for"
     " one, in the Ray cluster at $RAY_ADDRESS or in a local one.  [default: run all stages in one process]",
 )

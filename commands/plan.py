@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
 NUMBERS, BUNDLE = "From numbers", "From a bundle"
 NUMBER_OPTIONS = ("k", "mean_accepted", "cost_ratio", "pass_cost", "hop_cost", "tokens")
+MOST_OF_LINK = 1e9  # milliseconds, and gigabits per second; sums of larger numbers may overflow
 BUNDLE_OPTIONS = ("bench", "position", "link")
 
 
@@ -111,8 +111,9 @@ def _check_options(bundle: Path | None, rate: float | None, options: dict[str, A
             raise UsageError(f"{flag} {required}", f"see outrider plan --help; leave {flag} out")
     if rate is not None and not 0 <= rate <= 1:  # NaN, which passes a range check
         raise UsageError(f"--rate is {rate}", "use a number from 0 to 1")
-    if not all(math.isfinite(number) for number in options["link"] or ()):
-        raise UsageError("--link is not finite", "for example: --link 0.2 10")
+    latency, bandwidth = options["link"] or (0.0, 1.0)
+    if not (latency <= MOST_OF_LINK and 1 / MOST_OF_LINK <= bandwidth <= MOST_OF_LINK):
+        raise UsageError("--link is not finite, or no number of a real link", "for example: --link 0.2 10")
     if rate is not None and options["bench"] is not None:
         raise UsageError("--rate and --bench cannot be combined", "leave one of them out")
     if options["position"] is not None and options["bench"] is not None:

@@ -152,7 +152,7 @@ def command(
     if not ray:
         for listener in listen(host, port):  # a port in use should be noticed before a model is made
             listener.close()
-    bundle = bundle_of(wanted, device, k).bundle
+    bundle = bundle_of(wanted, device, k, stage_cores).bundle
     manifest = read_manifest(bundle)
     build = manifest.build
     assert build is not None  # it is a bundle

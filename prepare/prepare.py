@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from outrider.builder.build import build_engine, check_capacity
 from outrider.builder.defaults import K, backends, capacity_and_batch, sequence_bytes
-from outrider.bundle.folder import read_manifest
+from outrider.bundle.folder import has_manifest, read_manifest
 from outrider.bundle.manifest import MANIFEST, Manifest
 from outrider.engines.device import Device
 from outrider.engines.threads import processor_name, thread_count
@@ -71,7 +71,7 @@ def prepare(wanted: Wanted, progress: Progress) -> Prepared:
         OutriderError: those of the export and the build.
     """
     folder = Path(wanted.model)
-    manifest = read_manifest(folder) if _has_manifest(folder) else None
+    manifest = read_manifest(folder) if has_manifest(folder) else None
     if manifest is not None and manifest.build is not None:
         _refuse(wanted, wanted.options, "a bundle, which is made already")
         return Prepared(folder, [])
@@ -98,13 +98,6 @@ def _check(wanted: Wanted) -> None:
             f" {', '.join(map(str, (0, *K)))}",
             "choose one of these or auto, or build a bundle with outrider build-engine --k",
         )
-
-
-def _has_manifest(folder: Path) -> bool:
-    try:
-        return (folder / MANIFEST).exists()
-    except (OSError, ValueError):  # the path is too long, contains NUL, or may not be read
-        return False
 
 
 def _refuse(wanted: Wanted, options: list[str], what: str) -> None:

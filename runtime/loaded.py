@@ -118,8 +118,8 @@ class LoadedBundle:
         Raises:
             FolderError: the bundle is missing, damaged, has a newer schema, or was replaced while it was loaded.
             EngineError: the backend is not installed, does not run here, or rejects an engine.
-            UsageError: the backend does not support the device, the bundle was built for fewer slots or without stages, or the
-                memory is of a model with another tokenizer.
+            UsageError: the backend does not support the device, the bundle was built for fewer slots or without stages,
+                `stage_cores` is no positive whole number, or the memory is of a model with another tokenizer.
         """
         with unchanged(Path(bundle)) as folder:
             manifest, build = read_bundle(folder)
@@ -128,6 +128,8 @@ class LoadedBundle:
                 raise UsageError(
                     f"this bundle was built for a batch of {build.batch}, not {slots}", f"build it with --batch {slots}"
                 )
+            if stage_cores is not None and (not isinstance(stage_cores, int) or stage_cores < 1):
+                raise UsageError(f"stage_cores is {stage_cores!r}", "use a whole number from 1 on")
             with checking(folder, manifest, progress, checked):
                 text = Text.load(folder, manifest, chat_template)
                 if stage_cores is None:

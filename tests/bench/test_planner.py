@@ -214,8 +214,9 @@ def test_a_bundles_plan(trained_bundle: Path, tmp_path: Path) -> None:
     assert "excludes the time in which the draft reads the prompt" in done.stdout
     whole = run_here("plan", trained_bundle, "--link", "1", "1")
     assert (whole.returncode, "is not in stages" in whole.stderr) == (2, True)
-    endless = run_here("plan", trained_bundle, "--link", "nan", "1")
-    assert (endless.returncode, "--link is not finite" in endless.stderr) == (2, True)
+    for latency, bandwidth in (("nan", "1"), ("1e308", "1"), ("0", "1e-308")):
+        endless = run_here("plan", trained_bundle, "--link", latency, bandwidth)
+        assert (endless.returncode, "--link is not finite" in endless.stderr) == (2, True)
     refused = run_here("plan", trained_bundle, "--rate", "0.7", "--bench", tmp_path / "none.json")
     assert (refused.returncode, "cannot be combined" in refused.stderr) == (2, True)
     ignored = run_here("plan", trained_bundle, "--tokens", "12")

@@ -70,7 +70,7 @@ def test_a_backend_without_stages_is_refused(tiny_export: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--stages", "2", "--stage-device", "cpu"), "names 1 devices, and the target has 2 stages"),
+        (("--stages", "2", "--stage-device", "cpu"), "names 1 device, and the target has 2 stages"),
         (("--stage-device", "cpu,cpu"), "names 2 devices, and the target has no stages"),
         (("--stages", "2", "--stage-device", "gpu,cpu"), "onnxruntime has no device 'gpu' for stages"),
         (("--stages", "2", "--stage-device", "cpu:1,cpu"), "onnxruntime has no device 'cpu:1' for stages"),
@@ -90,7 +90,7 @@ def test_devices_that_do_not_fit_are_refused(tiny_export: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--stages", "2", "--stage-backend", "openvino"), "--stage-backend names 1 backends, and the target has 2 stages"),
+        (("--stages", "2", "--stage-backend", "openvino"), "--stage-backend names 1 backend, and the target has 2 stages"),
         (("--stage-backend", "openvino,onnxruntime"), "names 2 backends, and the target has no stages"),
         (("--stages", "2", "--stage-backend", "onnx,openvino"), "there is no backend 'onnx'"),
         (("--stages", "2", "--stage-backend", "tensorrt-rtx,onnxruntime"), "the backend tensorrt-rtx runs no stages"),
@@ -192,6 +192,12 @@ def test_replicas_ask_for_the_gpus_of_their_stages(placed: Path, monkeypatch: py
         assert run_here("serve", placed, "--ray", *options).returncode == 0
     asked = [(each.cpus, each.gpus, each.stages) for each in scales]
     assert asked == [(1, 2, []), (1, 2, [{"CPU": 3, "GPU": 1}]), (1, 0, [{"CPU": 3}])]
+
+
+def test_what_has_no_stages_is_refused_before_anything_is_made(tiny_bundle: Path) -> None:
+    for command in (("serve", tiny_bundle), ("serve", tiny_bundle, "--ray"), ("generate", "owner/name", "--prompt", "a")):
+        done = run_here(*command, "--stage-cores", "1")
+        assert (done.returncode, "needs a bundle with stages" in done.stderr) == (2, True), done.stderr
 
 
 def test_a_machine_without_the_gpus_says_so(placed: Path) -> None:

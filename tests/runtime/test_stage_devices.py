@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -149,6 +149,12 @@ def test_stages_in_other_processes_have_a_gpu_each(
 def test_a_target_in_one_piece_has_no_stages_for_other_processes(loaded: Made[Both]) -> None:
     with pytest.raises(UsageError, match="in one piece"):
         Outrider.load(loaded[QUICK[0]][0].engines.folder, stage_cores=1)
+
+
+@pytest.mark.parametrize("cores", [0, -1, 1.5, "x"])
+def test_stages_need_whole_cores(loaded: Made[Both], cores: Any) -> None:
+    with pytest.raises(UsageError, match="stage_cores is"):
+        Outrider.load(loaded[QUICK[0]][1].engines.folder, stage_cores=cores)
 
 
 def test_each_device_needs_memory_for_its_own_stages_only(loaded: Made[Both], monkeypatch: pytest.MonkeyPatch) -> None:
