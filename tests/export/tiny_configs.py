@@ -140,12 +140,14 @@ FLIPPED = """tie_word_embeddings attention_bias attention_out_bias mlp_bias bias
     use_sliding_window moe_apply_router_weight_on_input attn_temperature_tuning attention_k_eq_v use_double_wide_mlp
     scale_embedding scale_attn_by_inverse_layer_idx do_layer_norm_before use_post_norm mamba_rms_norm mamba_norm_before_gate
     linear_allow_neg_eigval add_bias_linear enable_bias"""
+LAYERS = "num_hidden_layers n_layer n_layers num_layers decoder_layers"
 # What classes refuse of that, or cannot run, and what has names of its own.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "axk1": {"q_lora_rank": 16},
-    "cohere_compass_text": {"layer_types": ["full_attention"] * 2},
+    "cohere_compass_text": {"layer_types": ["full_attention"] * 4},
     "diffllama": {"num_key_value_heads": 4},
     "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "helium": {"head_dim": 16},
     "laguna": {"moe_apply_router_weight_on_input": False},
     "llama4_text": {"moe_layers": [1]},
@@ -153,7 +155,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 
 def another(kind: type[Any]) -> Any:
-    """Return a second tiny configuration of this class, other than the first in `other_fields`."""
+    """Return a second tiny configuration of this class, of four layers or more, other than the first in `other_fields`."""
     first = shrunk(kind)
     usual = fields_of(first)
     parts = getattr(kind, "sub_configs", {}).items()
@@ -163,15 +165,21 @@ def another(kind: type[Any]) -> Any:
 
 
 def other_fields(usual: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Return what a second configuration has in place of these fields of the first. Its layers are in reverse order."""
+    """Return what a second configuration has in place of these fields of the first. Its layers are those in reverse order, in
+    turn, four of them or more.
+    """
     sizes: dict[str, Any] = {name: size for size, names in OTHER_SIZES.items() for name in names.split() if name in usual}
     if "qk_rope_head_dim" in usual:  # multi-head latent attention, whose sizes go together; queries may have no rank
         sizes = {name: size for name, size in sizes.items() if name not in ("head_dim", "num_key_value_heads")}
         sizes |= {"q_lora_rank": None} if "q_lora_rank" in usual else {}
     flags = {name: not usual[name] for name in FLIPPED.split() if isinstance(usual.get(name), bool)}
-    lists = {name: value[::-1] for name, value in usual.items() if isinstance(value, list) and len(value) == layers}
+    lists = {
+        name: (value[::-1] * 4)[: max(layers, 4)]
+        for name, value in usual.items()
+        if isinstance(value, list) and len(value) == layers
+    }
     if set(lists.get("mlp_layer_types", ())) == {"sparse"}:
         lists["mlp_layer_types"] = ["dense", *lists["mlp_layer_types"][1:]]
     if set(lists.get("layer_types", ())) == {"full_attention"} and "sliding_window" in usual:
         lists["layer_types"] = ["sliding_attention", *lists["layer_types"][1:]]
-    return sizes | flags | lists
+    return sizes | flags | lists | {name: max(usual[name], 4) for name in LAYERS.split() if isinstance(usual.get(name), int)}
