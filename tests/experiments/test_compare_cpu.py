@@ -92,11 +92,14 @@ def test_the_report_has_tables_and_goals(tmp_path: Path, capsys: pytest.CaptureF
         "workloads": WORKLOADS,
         "tokens": 10,
         "prompt_tokens": [3, 4, 5],
-        "weights": {"Outrider int4": 1_000_000_000},
+        "weights": {"Outrider int4": 1_000_000_000, "Outrider int8": 1_600_000_000},
         "results": [
             entry("Outrider int4", 0, 10.0),
             entry("Outrider int4", 2, 16.0),
             entry("Outrider int4", ours.AUTO, 15.0),
+            entry("Outrider int8", 0, 12.0),
+            entry("Outrider int8", 2, 15.0),
+            entry("Outrider int8", ours.AUTO, 24.0),
             entry(peer, 0, 8.0),
         ],
     }
@@ -105,9 +108,12 @@ def test_the_report_has_tables_and_goals(tmp_path: Path, capsys: pytest.CaptureF
     assert text.rstrip() == capsys.readouterr().out.rstrip()
     drafted = "0.94 (0.62-1.25) | 1.60 (1.60-1.60) | 1.00 | 24.0 (16.0-32.0) | 2.50 | 2.00"
     assert f"| Outrider int4 (2 threads) | speculative, k = 2 | {drafted} |" in text
-    assert "| plain, against llama.cpp (2 threads) |  | 1.25 (1.25-1.25) |" in text
-    assert "| best fixed k (2), against our plain | at least 1.3 | 1.60 (1.60-1.60) |" in text
+    assert "Of Outrider int8; ratios to its own plain decoding." in text  # the variant with the fastest `k = auto`
+    assert "| plain, against llama.cpp (2 threads) |  | 1.50 (1.50-1.50) |" in text
+    assert "| best fixed k (2), against our plain | at least 1.3 | 1.25 (1.25-1.25) |" in text
+    fastest_peer = "k = auto, against the fastest mode of any peer, llama.cpp (2 threads, plain)"
+    assert f"| {fastest_peer} | at least 1.4 | 3.00 (3.00-3.00) |" in text
     assert "| first token of the longest prompt, seconds against the fastest peer's | at most 1.1 | 1.00 (1.00-1.00) |" in text
-    assert "| chat: k = auto, against our plain | at least 1.0 | 1.50 (1.50-1.50) |" in text
-    assert "| peak memory, against the weights of both models | at most 1.15 | 2.00 |" in text
+    assert "| chat: k = auto, against our plain | at least 1.0 | 2.00 (2.00-2.00) |" in text
+    assert "| peak memory, against the weights of both models | at most 1.15 | 1.25 |" in text
     assert "Not installed, and so left out: transformers." in text
