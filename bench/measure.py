@@ -34,7 +34,7 @@ WARM_TOKENS = 8
 
 def modes(loaded: Outrider, k: Sequence[int] | None) -> list[Mode]:
     """Return the modes to measure: plain decoding, each k of the drafters on the device, the default k of the other drafters,
-    and k = auto. If no drafter runs on the device, the first one gets each k.
+    and k = auto. If no drafter runs on the device, the first one gets each k. If k is [0], only plain decoding and k = auto.
 
     Raises:
         UsageError: a k was not built.
@@ -47,7 +47,7 @@ def modes(loaded: Outrider, k: Sequence[int] | None) -> list[Mode]:
     drafted = [
         Mode(drafter=name, k=each)
         for name in loaded.drafters
-        for each in (sizes if name in every and sizes else [loaded.default_k])
+        for each in (sizes if name in every else [loaded.default_k] if sizes else ())
     ]
     return [PLAIN, *drafted, Mode(drafter=AUTO, k=AUTO)]
 

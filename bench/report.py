@@ -154,7 +154,7 @@ def assessment(results: Results) -> list[tuple[str, ...]]:
             for each in results.summaries
             if each.workload == workload and each.mode.k != 0 and each.predicted_speedup is not None
         )
-        extremes = [f"{ratio:.2f} ({label})" for ratio, label in (errors[0], errors[-1])]
+        extremes = [f"{ratio:.2f} ({label})" for ratio, label in (*errors[:1], *errors[-1:])] or ["-", "-"]
         rows.append((workload, *compared, *extremes))
     return rows
 
@@ -179,9 +179,8 @@ def markdown(results: Results) -> str:
     lines += ["## Choice of k, and accuracy of the prediction", "", *_table(ASSESSMENT_HEADS, assessment(results)), ""]
     lines += ["## Choice of k, replayed", "", "Speed-ups of the same texts, replayed with the costs of these passes.", ""]
     lines += [*_table(REGRET_HEADS, regrets(results.policies)), ""]
-    lines += ["## Acceptance by position", "", "The share of rounds in which each drafted token was accepted.", ""]
-    lines += [*_acceptance_table(results), ""]
     lines += [
+        *_acceptance(results),
         "## Time of a round, ms",
         "",
         "From passes timed in the same run.",
@@ -198,15 +197,18 @@ def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {line} |" for line in lines)]
 
 
-def _acceptance_table(results: Results) -> list[str]:
-    """Return the share of accepted tokens by position, at the largest k of the bundle's first drafter."""
+def _acceptance(results: Results) -> list[str]:
+    """Return the section on acceptance by position, at the largest k of the bundle's first drafter. Empty without a fixed k."""
     drafting = [each for each in results.modes if isinstance(each.k, int) and each.k]
+    if not drafting:
+        return []
     mode = [each for each in drafting if each.drafter == drafting[0].drafter][-1]
     rows = (
         (workload, *(f"{rate:.2f}" for rate in results.summary(workload, mode).per_position_rates))
         for workload in results.workloads
     )
-    return _table((mode.label, *map(str, range(1, int(mode.k) + 1))), rows)
+    table = _table((mode.label, *map(str, range(1, int(mode.k) + 1))), rows)
+    return ["## Acceptance by position", "", "The share of rounds in which each drafted token was accepted.", "", *table, ""]
 
 
 def _part_rows(results: Results) -> Iterable[tuple[str, ...]]:

@@ -34,7 +34,8 @@ SCREEN_COLUMNS = (0, 1, 2, 3, 4, 5, 6, 12)  # the columns of `report.HEADS` to p
     "--k",
     callback=sizes,
     metavar="LIST",
-    help="Values of k to measure with a draft model or head.  [default: all that were built]",
+    help="Values of k to measure with a draft model or head; 0 for only plain decoding and k = auto.  [default: all that were"
+    " built]",
 )
 @click.option(
     "--rounds",

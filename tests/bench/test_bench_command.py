@@ -87,6 +87,15 @@ def test_the_report_is_complete(tmp_path: Path, trained_bundle: Path) -> None:
     assert "k = auto, replayed on the same texts with these costs" in planned.stdout
 
 
+def test_k_0_compares_plain_decoding_with_auto_only(trained_bundle: Path, tmp_path: Path) -> None:
+    few = ["--each", "1", "--rounds", "1", "--k", "0", "--max-new-tokens", "2"]
+    done = run_here("bench", trained_bundle, *few, "--report", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [each.label for each in read(tmp_path / "bench.json").modes] == ["plain", "any drafter, k = auto"]
+    page = (tmp_path / "bench.md").read_text()
+    assert (page.count("of plain | - | - |"), "Acceptance by position" in page) == (5, False)
+
+
 def test_a_name_may_look_like_markup(trained_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "odd.jsonl").write_text('{"workload": "[/b] | :smile:", "prompt": "Customer: I need a flight."}\n')
     few = ["--rounds", "1", "--k", "1", "--max-new-tokens", "8"]
