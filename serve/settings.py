@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from outrider.errors import UsageError
 from outrider.runtime.drafters.memory import MemoryDrafter
 from outrider.runtime.memory.memory import TOKENS, Memory
 from outrider.runtime.policy.choice import AUTO
@@ -43,11 +44,17 @@ class Settings:
         address has.
 
         Raises:
-            UsageError: there are too few tokens for the keys.
+            UsageError: there are too few tokens for the keys, or a file or the drafter needs a memory that is not used.
             FolderError: the file cannot be read, or cannot be written later.
         """
         chosen = self.drafter in (AUTO, MEMORY) or (self.drafter is None and self.k == AUTO)
         if not self.memory_tokens or not chosen or self.k == 0:
+            if self.memory_file is not None:
+                raise UsageError("--memory cannot be used: nothing would be drafted from it", "leave it out, or use --k auto")
+            if self.drafter == MEMORY and not self.memory_tokens:
+                raise UsageError(
+                    "--drafter memory cannot be used: --memory-tokens 0 remembers nothing", "leave one of them out"
+                )
             return None
         places = 0 if self.keys else LOCAL_ADDRESSES if self.hosts else ADDRESSES
         owners = [owner_of(key) for key in self.keys]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from outrider.errors import UsageError
 from outrider.runtime.generation import Outrider
 from outrider.serve.network.access import owner_of
 from outrider.serve.settings import Settings
@@ -72,3 +73,10 @@ def test_how_the_memory_is_shared(settings: dict[str, Any], owners: list[str], s
 @pytest.mark.parametrize("unused", [{"memory_tokens": 0}, {"k": 0}, {"k": 4}, {"drafter": "ngram"}])
 def test_there_is_no_memory_where_nothing_would_be_drafted_from_it(unused: dict[str, Any]) -> None:
     assert Settings(Path("none"), **unused).memory() is None
+    with pytest.raises(UsageError, match="nothing would be drafted from it"):
+        Settings(Path("none"), memory_file=Path("file"), **unused).memory()
+
+
+def test_a_memory_drafter_needs_a_memory() -> None:
+    with pytest.raises(UsageError, match="remembers nothing"):
+        Settings(Path("none"), drafter="memory", memory_tokens=0).memory()
