@@ -197,6 +197,7 @@ class EngineThread:
             self.workers.start(outrider.text, outrider.vocab_rows, end_ids)
             outrider.grammars = self.grammars = RemoteGrammars(self.workers, outrider.vocab_rows, end_ids)
             self.running, self._watchdog = scheduler, Watchdog(scheduler)
+            self.metrics.stepped(scheduler.load)
             LOGGER.info("ready")
         except OutriderError as error:
             self.failure = error
@@ -310,8 +311,7 @@ class EngineThread:
 
     def _fail_all(self, error: OutriderError) -> None:
         assert self.running is not None
-        failed = list(self.deliveries)
-        for request in failed:
+        for request in (failed := list(self.deliveries)):
             self.running.cancel(request)
         self.deliveries.deliver([(request, error) for request in failed], self.running.load)
 

@@ -48,6 +48,7 @@ def test_a_client_is_drafted_from_its_own_requests_which_a_file_keeps(bundle: Pa
             assert drafted > 0
     options["keys"] = (KEYS[1], "new-key", KEYS[0])  # in the file of keys, others stand before it now
     with serving_here(bundle, **options) as server:
+        assert metric(server, "outrider_memory_tokens") > 20  # before the first request
         assert asked(server, "new-key")[1] == 0
         assert asked(server, KEYS[0])[1] > 0
 
