@@ -26,6 +26,7 @@ from typing import Any
 
 from outrider.bench.measure import machine
 from outrider.engines.device import Cpu
+from outrider.errors import OutriderError
 from outrider.experiments.load_test.clients import SEEDS, Case, cases, figures, load, wrong_answers
 from outrider.experiments.load_test.hostile import KINDS, Hostile
 from outrider.experiments.load_test.report import markdown
@@ -41,15 +42,17 @@ def main() -> int:
     """Run the tests that the command line asks for, and write the report. Return 1 if something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--requests", type=positive, default=1000)
+    parser.add_argument("--clients", type=positive, default=32)
     parser.add_argument("--hostile", action="store_true", help="also send the requests next to hostile clients")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="kinds of hostile clients; all by default")
-    parser.add_argument("--schemas", type=int, metavar="COUNT", help="also send requests with this number of distinct schemas")
-    parser.add_argument("--compare", metavar="CLIENTS", help="compare k = auto with plain decoding: 1,4,16,32")
+    parser.add_argument(
+        "--schemas", type=positive, metavar="COUNT", help="also send requests with this number of distinct schemas"
+    )
+    parser.add_argument("--compare", type=counts, metavar="CLIENTS", help="compare k = auto with plain decoding: 1,4,16,32")
     parser.add_argument("--greedy", action="store_true", help="leave out the sampled requests, two thirds of all")
     parser.add_argument("--workload", type=Path, help="JSON Lines: send the first prompt of each workload, as a chat")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of --compare")
+    parser.add_argument("--rounds", type=positive, default=3, help="rounds of --compare")
     parser.add_argument("--output", type=Path, help="the files to write, without their suffix")
     options = parser.parse_args()
     known = cases(options.bundle, (None,) if options.greedy else SEEDS, options.workload)
@@ -65,13 +68,25 @@ def main() -> int:
     if options.schemas:
         report["schemas"] = schemas(options.bundle, options.schemas)
     if options.compare:
-        report["compare"] = compare(options.bundle, known, options.rounds, [*map(int, options.compare.split(","))])
+        report["compare"] = compare(options.bundle, known, options.rounds, options.compare)
     print(json.dumps(report, indent=1))
     if options.output is not None:
         options.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
         command = " ".join(["python -m outrider.experiments.load_test", *sys.argv[1:]])
         options.output.with_suffix(".md").write_text(markdown(report, command))
     return 1 if wrong else 0
+
+
+def positive(text: str) -> int:
+    """Parse a number of at least 1; argparse reports the error."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def counts(text: str) -> list[int]:
+    """Parse positive numbers separated by commas."""
+    return [positive(each) for each in text.split(",")]
 
 
 def soak(bundle: Path, requests: list[Case], clients: int) -> dict[str, Any]:
@@ -158,4 +173,7 @@ def compare(bundle: Path, known: list[Case], rounds: int, loads: list[int]) -> l
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except OutriderError as error:
+        sys.exit(f"error: {error}\nhint: {error.hint}")

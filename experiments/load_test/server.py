@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from outrider.errors import EngineError
+
 GOOD_KEY, GREEDY_KEY = "key-of-the-good-clients", "key-of-the-greedy-client"
 
 
@@ -27,7 +29,13 @@ class Server:
             command = [Path(sys.executable).with_name("outrider"), "serve", bundle, "--port", "0", "--api-key-file", keys.name]
             self.process = subprocess.Popen([*map(str, command), *options], stderr=subprocess.PIPE, text=True)
             assert self.process.stderr is not None
-            found = next(found for line in self.process.stderr if (found := re.search(r"running on http://[\d.]+:(\d+)", line)))
+            lines = []
+            for line in self.process.stderr:
+                lines.append(line)
+                if (found := re.search(r"running on http://[\d.]+:(\d+)", line)) is not None:
+                    break
+            else:
+                raise EngineError("outrider serve did not start", "".join(lines[-2:]).strip())
         self.port = int(found[1])
         self.logged = 0  # bytes
         threading.Thread(target=self._read_log, daemon=True).start()
