@@ -47,7 +47,8 @@ def modes(loaded: Outrider, k: Sequence[int] | None) -> list[Mode]:
     drafted = [
         Mode(drafter=name, k=each)
         for name in loaded.drafters
-        for each in (sizes if name in every else [loaded.default_k] if sizes else ())
+        for each in (sizes if name in every else [loaded.default_k])
+        if sizes
     ]
     return [PLAIN, *drafted, Mode(drafter=AUTO, k=AUTO)]
 
