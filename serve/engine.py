@@ -311,9 +311,9 @@ class EngineThread:
 
     def _fail_all(self, error: OutriderError) -> None:
         assert self.running is not None
-        for request in (failed := list(self.deliveries)):
+        for request in self.deliveries:
             self.running.cancel(request)
-        self.deliveries.deliver([(request, error) for request in failed], self.running.load)
+        self.deliveries.deliver([(request, error) for request in self.deliveries], self.running.load)
 
 
 def _shutting_down() -> NotReadyError:
