@@ -50,7 +50,9 @@ class Settings:
         chosen = self.drafter in (AUTO, MEMORY) or (self.drafter is None and self.k == AUTO)
         if not self.memory_tokens or not chosen or self.k == 0:
             if self.memory_file is not None:
-                raise UsageError("--memory cannot be used: nothing would be drafted from it", "leave it out, or use --k auto")
+                raise UsageError(
+                    "--memory cannot be used: nothing would be drafted from it", "leave it out, or --k and --drafter"
+                )
             if self.drafter == MEMORY and not self.memory_tokens:
                 raise UsageError(
                     "--drafter memory cannot be used: --memory-tokens 0 remembers nothing", "leave one of them out"
