@@ -176,4 +176,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except OutriderError as error:
-        sys.exit(f"error: {error}\nhint: {error.hint}")
+        sys.exit(f"error: {error}\nhint:  {error.hint}")

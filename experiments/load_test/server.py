@@ -35,7 +35,7 @@ class Server:
                 if (found := re.search(r"running on http://[\d.]+:(\d+)", line)) is not None:
                     break
             else:
-                raise EngineError("outrider serve did not start", "".join(lines[-2:]).strip())
+                raise EngineError("outrider serve did not start", " ".join(["it said:", *lines[-2:]]))
         self.port = int(found[1])
         self.logged = 0  # bytes
         threading.Thread(target=self._read_log, daemon=True).start()
